@@ -1,0 +1,80 @@
+"""The command line: `python -m kvlab check | bench | get-model`; it only calls what the rooms offer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def _check(args: argparse.Namespace) -> int:
+    from kvlab.study import fixtures
+
+    paths = [Path(args.fixture)] if args.fixture else fixtures.all_fixtures()
+    results = {}
+    for path in paths:
+        try:
+            fixture = fixtures.load_fixture(path)
+        except fixtures.FixtureError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if args.loop is None or fixture["loop"] == args.loop:
+            results[fixture["fixture"]] = fixtures.check_fixture(fixture)
+    if not results:
+        print(f"no fixture of loop {args.loop}", file=sys.stderr)
+        return 2
+    counts = fixtures.report(results)
+    if args.json:
+        print(json.dumps(counts, indent=1))
+    else:
+        _print_check(results)
+    return int(any(kind["failed"] for row in counts.values() for kind in row.values()))
+
+
+def _print_check(results: dict) -> None:
+    print(f"{'fixture':<28}{'values':>12}{'refusals':>12}")
+    for name, kinds in results.items():
+        cells = [f"{sum(v.held for v in verdicts)} of {len(verdicts)}" for verdicts in kinds.values()]
+        print(f"{name:<28}" + "".join(f"{cell:>12}" for cell in cells))
+        for verdicts in kinds.values():
+            for v in verdicts:
+                if not v.held:
+                    print(f"  FAILED {v.id}: got {v.got!r}, wanted {v.wanted!r}")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvlab.study import bench
+
+    return bench.main(args.only, Path(args.out))
+
+
+def _get_model(args: argparse.Namespace) -> int:
+    from kvlab.execution import catalog
+
+    print(catalog.get_model(args.name))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status is 0 where all held, 1 where something failed, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="python -m kvlab", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    check = commands.add_parser("check", help="play the fixtures: every value, every refusal")
+    check.add_argument("loop", nargs="?", type=int, help="only this contract loop")
+    check.add_argument("--fixture", help="play a fixture file of your own instead")
+    check.add_argument("--json", action="store_true", help="counts and failed ids, for machines")
+    check.set_defaults(run=_check)
+    bench = commands.add_parser("bench", help="measure, as ratios in one run; writes bench.json")
+    bench.add_argument("--only", default="", help="only rows whose name contains this")
+    bench.add_argument("--out", default="bench.json")
+    bench.set_defaults(run=_bench)
+    get_model = commands.add_parser("get-model", help="install a model that the lessons use")
+    get_model.add_argument("name", nargs="?", default="smollm2")
+    get_model.set_defaults(run=_get_model)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Address and ownership contracts: where K/V bytes live and who holds them."""

@@ -1,0 +1,1 @@
+"""What turns machines into lessons: fixtures, benchmarks, replays."""
