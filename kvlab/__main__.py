@@ -1,4 +1,4 @@
-"""The command line: `python -m kvlab check | bench | get-model`; it only calls what the rooms offer."""
+"""The command line: `python -m kvlab check | bench | get-model | record`; it only calls what the rooms offer."""
 
 from __future__ import annotations
 
@@ -56,6 +56,14 @@ def _get_model(args: argparse.Namespace) -> int:
     return 0
 
 
+def _record(args: argparse.Namespace) -> int:
+    from kvlab.study import conversation
+
+    Path(args.out).write_text(json.dumps(conversation.opening(), ensure_ascii=False, separators=(",", ":")) + "\n")
+    print(args.out)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 where all held, 1 where something failed, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="python -m kvlab", description=__doc__)
@@ -72,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
     get_model = commands.add_parser("get-model", help="install a model that the lessons use")
     get_model.add_argument("name", nargs="?", default="smollm2")
     get_model.set_defaults(run=_get_model)
+    record = commands.add_parser("record", help="make the run again that the app opens on")
+    record.add_argument("--out", default="fixtures/two_prompts.json")
+    record.set_defaults(run=_record)
     args = parser.parse_args(argv)
     return args.run(args)
 

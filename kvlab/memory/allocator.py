@@ -89,8 +89,13 @@ class Allocator:
     def apply(self, op: Operation) -> AllocationReceipt:
         """Stage, copy and publish in one call: for operations between which nothing else has to happen."""
         txn = self.stage(op)
-        txn.finish_writes()
-        return txn.publish()
+        try:
+            txn.finish_writes()
+            return txn.publish()
+        except BaseException:
+            if txn.phase != "PUBLISHED":
+                txn.rollback()
+            raise
 
     def allocate(self, request: str, tokens: int) -> AllocationReceipt:
         return self.apply({"op": "allocate", "request": request, "tokens": tokens})
@@ -144,8 +149,8 @@ class Allocator:
         self.epoch += 1
         txn.phase = "PUBLISHED"
         txn.log.append(PUBLISH)
+        txn.release_leases()
         if txn.copies:
-            txn.release_leases()
             txn.log.append(RELEASE)
         self._settle(plan)
         return self._receipt(txn, before, deltas, evicted, freed)
@@ -197,11 +202,6 @@ class Allocator:
             write_bytes=rows * self.layout.row_bytes, freed=tuple(freed), evicted_identities=tuple(evicted),
         )
 
-    def lease_ended(self, txn: AllocatorTxn) -> None:
-        """A transaction that did not publish lets its sources go; one that nobody else holds becomes free."""
-        if txn.release_leases():
-            self._settle(Plan("lease_end"))
-
     # ------------------------------------------------------------------ digests
     @property
     def digest(self) -> str:
@@ -249,13 +249,11 @@ class Allocator:
                                       for g, p, t in zip(self.groups, self.pools, r.tables, strict=True)}}
             for r in sorted(self.requests.values(), key=lambda r: r.request_id)
         }
-        held = {p.group: [p.first_block_id + i for i in sorted(p.leases) if not p.ref_cnt[i] and not p.is_free(i)]
-                for p in self.pools}
         return {
             "kind": "allocator", "epoch": self.epoch, "groups": self.layout.to_dict()["groups"],
             "blocks": {p.group: pool_snapshot(p) for p in self.pools},
             "free": {p.group: [p.first_block_id + i for i in p.queue()] for p in self.pools},
-            "requests": tables, "leased": {g: blocks for g, blocks in held.items() if blocks},
+            "requests": tables,
         }
 
     def load(self, snapshot: Json) -> None:

@@ -54,7 +54,7 @@ class BlockPool:
     """
 
     __slots__ = ("facts", "first_block_id", "free_count", "generation", "group", "keys", "leases", "next",
-                 "num_blocks", "prev", "ref_cnt", "reserved", "valid_rows")
+                 "num_blocks", "prev", "ref_cnt", "reserved", "spoiled", "valid_rows")
 
     def __init__(self, group: str, num_blocks: int, first_block_id: int, facts: FactSum | None) -> None:
         zeros = bytes(4 * num_blocks)
@@ -66,11 +66,11 @@ class BlockPool:
         self.next.append(0)
         self.prev = array("i", range(-1, num_blocks))
         self.prev[0] = num_blocks
-        self.prev.append(num_blocks - 1)
         self.free_count = num_blocks
         self.keys: dict[int, str] = {}
         self.reserved: set[int] = set()
         self.leases: dict[int, int] = {}
+        self.spoiled: set[int] = set()
 
     def queue_up(self, order: Sequence[int]) -> None:
         """Make the free queue exactly `order`, next one first; all other blocks count as held. O(pool)."""
@@ -114,22 +114,33 @@ class BlockPool:
             i = self.next[i]
 
     def reserve(self, count: int) -> list[int]:
-        """The next `count` free blocks that nobody has reserved, marked; none and an empty list if too few.
+        """The next `count` free blocks that nobody has reserved or leased, marked; an empty list if too few.
 
         They keep their places in the queue until `take`, so that `unreserve` has nothing to restore.
         """
-        if self.free_count - len(self.reserved) < count:
+        if self.available() < count:
             return []
-        found, i, marked, links = [], self.next[self.num_blocks], self.reserved, self.next
+        found, i, marked, leased, links = [], self.next[self.num_blocks], self.reserved, self.leases, self.next
         while len(found) < count:
-            if i not in marked:
+            if i not in marked and i not in leased:
                 found.append(i)
             i = links[i]
         marked.update(found)
         return found
 
+    def available(self) -> int:
+        """How many free blocks no open transaction has reserved or leased. O(open leases)."""
+        return self.free_count - len(self.reserved) - sum(map(self.is_free, self.leases))
+
     def unreserve(self, indices: Sequence[int]) -> None:
         self.reserved.difference_update(indices)
+
+    def spoil(self, indices: Sequence[int]) -> None:
+        """Rows of these free blocks may have been overwritten by a transaction that then broke off.
+
+        What is committed stays as it was, but nobody may find a block by an identity that its rows no longer have.
+        """
+        self.spoiled.update(i for i in indices if i in self.keys)
 
     def take(self, index: int) -> None:
         """Take one block out of the queue, wherever it stands. O(1)."""
@@ -163,6 +174,7 @@ class BlockPool:
         self.generation[index] += 1
         self.ref_cnt[index] = 1
         self.valid_rows[index] = rows
+        self.spoiled.discard(index)
         return self.keys.pop(index, None)
 
     def add_ref(self, index: int) -> None:
@@ -176,37 +188,30 @@ class BlockPool:
         """One table less names the block; True if it went back to the free queue."""
         self.touch(index)
         self.ref_cnt[index] -= 1
-        return self._retire(index)
-
-    def lease(self, index: int) -> None:
-        """Hold a block while its rows are being read, whoever else lets go of it."""
-        self.leases[index] = self.leases.get(index, 0) + 1
-
-    def unlease(self, index: int) -> bool:
-        """End one lease; True if the block was held by nothing else and went to the free queue."""
-        left = self.leases[index] - 1
-        if left:
-            self.leases[index] = left
-            return False
-        del self.leases[index]
-        if self.ref_cnt[index] or self.is_free(index):
-            return False
-        self.touch(index)
-        return self._retire(index)
-
-    def _retire(self, index: int) -> bool:
-        if self.ref_cnt[index] or index in self.leases:
+        if self.ref_cnt[index]:
             return False
         if index not in self.keys:
             self.valid_rows[index] = 0
         self.put(index)
         return True
 
+    def lease(self, index: int) -> None:
+        """Keep a block from being given away while its rows are read or written, whoever lets go of it.
+
+        One that loses its last reference meanwhile takes its place in the free queue, marked. So the end of a
+        lease, like that of a reservation, changes nothing that is committed.
+        """
+        self.leases[index] = self.leases.get(index, 0) + 1
+
+    def unlease(self, index: int) -> None:
+        left = self.leases.pop(index) - 1
+        if left:
+            self.leases[index] = left
+
     def set_rows(self, index: int, rows: int) -> None:
-        """The block now holds `rows` valid rows. Rows that change end the block's cached identity."""
+        """The block now holds `rows` valid rows."""
         self.touch(index)
         self.valid_rows[index] = rows
-        self.keys.pop(index, None)
 
     def set_key(self, index: int, key: str | None) -> None:
         """Give the block a cached identity, or take it away. It adds no reference (article 0x04B)."""

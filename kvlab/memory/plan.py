@@ -62,10 +62,16 @@ class RequestChange:
 
 @dataclass(slots=True)
 class Plan:
-    """All that one transaction would do. `writes` says whether rows must be written before it may publish."""
+    """All that one transaction would do. `writes` says whether rows must be written before it may publish.
+
+    `reads` are requests it leaves as they are but relies on, `found` the cached identities it relies on, as
+    (group, handle, key): both must still be so when it publishes.
+    """
 
     operation: str
     changes: list[RequestChange] = field(default_factory=list)
+    reads: list[Request] = field(default_factory=list)
+    found: list[tuple[int, int, str]] = field(default_factory=list)
     identities: list[tuple[int, int, str | None]] = field(default_factory=list)
     writes: bool = False
     reason: str = ""
@@ -174,7 +180,10 @@ def _append_one(state: State, request: Request, count: int, gone: Counter) -> Re
         owners = 0
         if offset:
             tail, index = table[j], index_of(table[j])
-            owners = pool.ref_cnt[index] - gone[g, index] + pool.leases.get(index, 0)
+            # A cached identity adds no reference, but whoever finds the block by it reads these rows.
+            owners = pool.ref_cnt[index] - gone[g, index] + pool.leases.get(index, 0) + (index in pool.keys)
+            # Until publication those who copy still read this block: a row that one of them may see stays.
+            owners += gone[g, index] > 0 and pool.valid_rows[index] > offset
             if owners == 1:
                 change.in_place, change.in_place_rows = tail, edge - j * size
             else:
@@ -193,8 +202,8 @@ def plan_fork(state: State, op: Operation) -> Plan:
     parent = live(state, named(op, "request"))
     expect(parent, op, state)
     child = absent(state, named(op, "child"))
-    groups = [GroupChange(0, shared=table) for table in parent.tables]
-    return Plan("fork", [RequestChange(child, None, 1, parent.context, groups)])
+    groups = [GroupChange(0, shared=tuple(table)) for table in parent.tables]
+    return Plan("fork", [RequestChange(child, None, 1, parent.context, groups)], reads=[parent])
 
 
 def plan_truncate(state: State, op: Operation) -> Plan:
@@ -222,7 +231,7 @@ def plan_end(state: State, op: Operation) -> Plan:
     """Release or cancel: every reference of the request goes; only the receipt's reason differs."""
     request = live(state, named(op, "request"))
     expect(request, op, state)
-    groups = [GroupChange(0, dropped=table) for table in request.tables]
+    groups = [GroupChange(0, dropped=tuple(table)) for table in request.tables]
     change = RequestChange(request.request_id, request, request.version, request.context, groups, ends=True)
     return Plan(op["op"], [change], reason=str(op.get("reason", op["op"])))
 
@@ -231,8 +240,10 @@ def plan_cache_full(state: State, op: Operation) -> Plan:
     """Give the logical blocks `blocks` of a request the cached identities `keys`: weak, no reference added."""
     request = live(state, named(op, "request"))
     expect(request, op, state)
-    plan = Plan("cache_full")
-    for j, key in zip(named(op, "blocks"), named(op, "keys"), strict=True):
+    plan, blocks, keys = Plan("cache_full", reads=[request]), named(op, "blocks"), named(op, "keys")
+    if len(blocks) != len(keys):
+        raise Rejected("unknown_operation", f"{len(keys)} keys for {len(blocks)} blocks")
+    for j, key in zip(blocks, keys, strict=True):
         for g, (group, table) in enumerate(zip(state.groups, request.tables, strict=True)):
             if not (0 <= j < len(table) and (j + 1) * group.block_size <= request.context):
                 raise Rejected("cache_partial_block", f"block {j} of {request.request_id} in {group.group_id}")
@@ -240,35 +251,48 @@ def plan_cache_full(state: State, op: Operation) -> Plan:
     return plan
 
 
-def _bundles(state: State, op: Operation, wanted: Iterable[Sequence[str]]) -> list[list[int]]:
-    """Handles per group of named bundles, each current and carrying a cached identity in every group."""
-    words: list[list[int]] = [[] for _ in state.groups]
+def identity(pool: BlockPool, word: int) -> str:
+    """The cached identity under a handle that is current and that no open transaction has reserved."""
+    if not pool.current(word):
+        raise Rejected("stale_block_generation", pool.text(word))
+    if index_of(word) not in pool.keys or index_of(word) in pool.spoiled:
+        raise Rejected("touch_without_identity", pool.text(word))
+    if index_of(word) in pool.reserved:
+        raise Rejected("block_reserved", pool.text(word))
+    return pool.keys[index_of(word)]
+
+
+def _bundles(state: State, wanted: Iterable[Sequence[str]]) -> list[tuple[int, int, str]]:
+    """(group, handle, key) of each block of named bundles: one a group, of the same identity in every group."""
+    found: list[tuple[int, int, str]] = []
     for bundle in wanted:
-        for g, (pool, text) in enumerate(zip(state.pools, bundle, strict=True)):
-            word = pool.word(text)
-            if not pool.current(word):
-                raise Rejected("stale_block_generation", text)
-            if index_of(word) not in pool.keys:
-                raise Rejected("touch_without_identity", text)
-            if index_of(word) in pool.reserved:
-                raise Rejected("block_reserved", text)
-            words[g].append(word)
-    return words
+        if len(bundle) != len(state.pools):
+            raise Rejected("cross_group_bundle_mismatch", f"{len(bundle)} blocks for {len(state.pools)} groups")
+        words = [pool.word(text) for pool, text in zip(state.pools, bundle, strict=True)]
+        rows = [(g, word, identity(state.pools[g], word)) for g, word in enumerate(words)]
+        if len({key for _, _, key in rows}) > 1:
+            raise Rejected("cross_group_bundle_mismatch", " and ".join(bundle))
+        found += rows
+    return found
 
 
 def plan_touch(state: State, op: Operation) -> Plan:
     """A new request over cached bundles: they leave the free queue where they stood in it, one reference more."""
     request_id = absent(state, named(op, "request"))
-    words = _bundles(state, op, named(op, "blocks"))
+    found = _bundles(state, named(op, "blocks"))
+    words = [[word for group, word, _ in found if group == g] for g in range(len(state.groups))]
     tokens = length({"tokens": len(words[0]) * state.groups[0].block_size}, "tokens")
+    for group in state.groups:
+        if -(-tokens // group.block_size) != len(words[0]):
+            raise Rejected("cross_group_bundle_mismatch", f"{group.group_id} has blocks of {group.block_size} tokens")
     groups = [GroupChange(0, shared=w) for w in words]
-    return Plan("touch", [RequestChange(request_id, None, 1, tokens, groups)])
+    return Plan("touch", [RequestChange(request_id, None, 1, tokens, groups)], found=found)
 
 
 def plan_evict(state: State, op: Operation) -> Plan:
     """Take the cached identity of bundles away. A live mapping of them stays as it is (article 0x05E)."""
-    words = _bundles(state, op, named(op, "blocks"))
-    return Plan("evict", identities=[(g, w, None) for g, group in enumerate(words) for w in group])
+    found = _bundles(state, named(op, "blocks"))
+    return Plan("evict", identities=[(g, word, None) for g, word, _ in found], found=found)
 
 
 PLANNERS: dict[str, Callable[[State, Operation], Plan]] = {

@@ -13,6 +13,9 @@ from kvlab.memory.block_pool import BlockPool
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.memory.plan import Request
 
+LARGEST = (1 << 31) - 1
+"""The largest count or generation that a packed column can hold."""
+
 
 def pool_snapshot(pool: BlockPool) -> Json:
     """Per-block columns of one pool, in block order; cached identities by block id."""
@@ -45,8 +48,11 @@ def validate_snapshot(snapshot: Json) -> None:
         requests, whole = snapshot["requests"], isinstance(snapshot["epoch"], int)
         for group in groups:
             columns = snapshot["blocks"][group.group_id]
-            sizes = {len(columns[c]) for c in ("generation", "ref_cnt", "valid_rows")}
-            whole &= sizes == {group.num_blocks} and isinstance(columns["keys"], dict)
+            names = {str(group.first_block_id + i) for i in range(group.num_blocks)}
+            for column in (columns["generation"], columns["ref_cnt"], columns["valid_rows"]):
+                whole &= len(column) == group.num_blocks
+                whole &= all(isinstance(n, int) and 0 <= n <= LARGEST for n in column)
+            whole &= columns["keys"].keys() <= names and all(isinstance(k, str) for k in columns["keys"].values())
             whole &= all(isinstance(b, int) for b in snapshot["free"][group.group_id])
         for row in requests.values():
             whole &= all(isinstance(row[k], int) for k in ("generation", "version", "context"))
@@ -77,10 +83,8 @@ def _validate_group(group: CacheGroup, snapshot: Json) -> None:
             held[index] += 1
             view[index] = max(view.get(index, 0), min(size, row["context"] - j * size))
     queue = Counter(block - first for block in free)
-    leased = set(snapshot.get("leased", {}).get(group.group_id, ()))
     for index in range(group.num_blocks):
-        queued = queue.pop(index, 0) + (first + index in leased)
-        _validate_block(group, index, columns, held[index], queued, view.get(index, 0))
+        _validate_block(group, index, columns, held[index], queue.pop(index, 0), view.get(index, 0))
     if queue:
         raise Rejected("malformed_snapshot", f"the free queue of {group.group_id} names blocks that do not exist")
 
@@ -106,6 +110,8 @@ def _validate_block(group: CacheGroup, index: int, columns: Json, held: int, que
         raise Rejected("valid_rows_exceed_block", f"block {name} of {group.group_id}: {rows} of {group.block_size}")
     if rows < view:
         raise Rejected("valid_rows_below_view", f"block {name} of {group.group_id}: {rows} valid, {view} seen")
+    if str(name) in columns["keys"] and rows < group.block_size:
+        raise Rejected("cache_partial_block", f"block {name} of {group.group_id} has an identity and {rows} rows")
 
 
 def _validate_bundles(groups: tuple[CacheGroup, ...], snapshot: Json) -> None:

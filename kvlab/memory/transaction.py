@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvlab.contract import Event, Json, Operation, Rejected
 from kvlab.memory.block_pool import index_of, pack
-from kvlab.memory.plan import GroupChange, Plan, RequestChange
+from kvlab.memory.plan import GroupChange, Plan, Request, RequestChange, identity
 from kvlab.memory.records import PUBLICATION_ORDER, AllocationReceipt, AllocationTxn
 
 if TYPE_CHECKING:
@@ -50,42 +50,44 @@ class AllocatorTxn:
 
     def __init__(self, allocator: Allocator, op: Operation, transaction_id: str) -> None:
         self.allocator, self.op, self.transaction_id = allocator, op, transaction_id
+        self.pools, self.groups = allocator.pools, allocator.groups
         self.phase, self.log = "RESERVED", []
         self.epoch = allocator.epoch
         self.plan = Plan(str(op.get("op")))
         self.copies: list[CopyIntent] = []
-        self._versions: dict[str, int] = {}
+        self._seen: list[tuple[Request, int]] = []
         self._leased: list[tuple[int, int]] = []
         self._copied: set[int] = set()
         self._wrote: set[int] = set()
+        self._handed_out = False
 
     # ------------------------------------------------------------------ steps 1 to 4
     def open(self, plan: Plan) -> None:
         """Validate, load, reserve every group, lease the sources; on any failure nothing is left behind."""
         self.plan = plan
-        self._versions = {c.request_id: c.before.version for c in plan.changes if c.before}
+        self._seen = [(r, r.version) for r in (*plan.reads, *(c.before for c in plan.changes if c.before))]
         try:
             self._step(VALIDATE)
             self._step(LOAD)
-            for g, group in enumerate(self.allocator.groups):
+            for g, group in enumerate(self.groups):
                 self._reserve(g)
                 self._step(RESERVE, group.group_id)
             self._retain()
         except BaseException as failure:
             self._abort(failure)
             raise
+        self._handed_out = True
         if not plan.writes:
             self.phase = "READY_TO_PUBLISH"
 
     def _reserve(self, g: int) -> None:
-        pool, changes = self.allocator.pools[g], [c.groups[g] for c in self.plan.changes]
+        pool, changes = self.pools[g], [c.groups[g] for c in self.plan.changes]
         wanted = sum(len(c.fresh_rows) for c in changes)
         if not wanted:
             return
         indices = pool.reserve(wanted)
         if not indices:
-            free = pool.free_count - len(pool.reserved)
-            raise Rejected("out_of_memory", f"group {pool.group} needs {wanted} blocks, {free} are free")
+            raise Rejected("out_of_memory", f"group {pool.group} needs {wanted} blocks, {pool.available()} are free")
         at = 0
         for change in changes:
             n = len(change.fresh_rows)
@@ -93,13 +95,16 @@ class AllocatorTxn:
             at += n
 
     def _retain(self) -> None:
+        """Lease every source of a copy and every tail to be written in place, until this transaction ends."""
         for change in self.plan.changes:
             for g, group in enumerate(change.groups):
+                tail = group.copy_from if group.in_place is None else group.in_place
+                if tail is None:
+                    continue
+                self.pools[g].lease(index_of(tail))
+                self._leased.append((g, index_of(tail)))
                 if group.copy_from is not None:
-                    src = index_of(group.copy_from)
-                    self.allocator.pools[g].lease(src)
-                    self._leased.append((g, src))
-                    self.copies.append(CopyIntent(g, src, index_of(group.fresh[0]), group.copy_rows))
+                    self.copies.append(CopyIntent(g, index_of(tail), index_of(group.fresh[0]), group.copy_rows))
         if self.copies:
             self.phase = "COPYING"
             self._step(RETAIN)
@@ -108,7 +113,7 @@ class AllocatorTxn:
     def copy(self) -> None:
         """Move the valid rows of every shared tail, through the allocator's row mover where one is attached."""
         mover = self.allocator.mover
-        for g, group in enumerate(self.allocator.groups):
+        for g, group in enumerate(self.groups):
             intents = [c for c in self.copies if c.group == g]
             if not intents:
                 continue
@@ -132,7 +137,7 @@ class AllocatorTxn:
         """Report that every new row of one group is written."""
         g = self._writable(group_id)
         self._wrote.add(g)
-        if len(self._wrote) == len(self.allocator.groups):
+        if len(self._wrote) == len(self.groups):
             self.phase = "READY_TO_PUBLISH"
         self._guarded(WRITE, group_id)
 
@@ -141,12 +146,12 @@ class AllocatorTxn:
         if self.copies and not self._copied:
             self.copy()
         if self.plan.writes:
-            for group in self.allocator.groups:
+            for group in self.groups:
                 self.wrote(group.group_id)
 
     def _writable(self, group_id: str) -> int:
         self._require_open()
-        for g, group in enumerate(self.allocator.groups):
+        for g, group in enumerate(self.groups):
             if group.group_id == group_id:
                 return g
         self._refuse("unknown_operation", f"no cache group {group_id!r}")
@@ -164,8 +169,8 @@ class AllocatorTxn:
             self._refuse("publish_before_copy_complete", f"{len(self._copied)} of {len(needed)} groups copied")
         if self.plan.writes and not self._wrote:
             self._refuse("publish_before_append_write", "no group has reported its new rows")
-        if self.plan.writes and len(self._wrote) < len(self.allocator.groups):
-            self._refuse("half_bundle_publication", f"{len(self._wrote)} of {len(self.allocator.groups)} groups")
+        if self.plan.writes and len(self._wrote) < len(self.groups):
+            self._refuse("half_bundle_publication", f"{len(self._wrote)} of {len(self.groups)} groups")
         try:
             self._recheck()
             self._step(FRONTIERS)
@@ -178,46 +183,38 @@ class AllocatorTxn:
 
     def _recheck(self) -> None:
         """What this transaction read must still be true: versions, generations, one owner of a tail."""
+        for change in self.plan.changes:
+            if change.before is None and change.request_id in self.allocator.requests:
+                raise Rejected("request_exists", change.request_id)
+        for request, version in self._seen:
+            self._recheck_request(request, version)
+        for g, word, key in self.plan.found:
+            if identity(self.pools[g], word) != key:
+                raise Rejected("touch_without_identity", f"{self.pools[g].text(word)} has another identity by now")
         drops = Counter((g, index_of(w)) for c in self.plan.changes for g, x in enumerate(c.groups) for w in x.dropped)
         for change in self.plan.changes:
-            self._recheck_request(change)
             for g, group in enumerate(change.groups):
-                self._recheck_group(g, group, drops)
-        for g, word, _ in self.plan.identities:
-            if not self.allocator.pools[g].current(word):
-                raise Rejected("stale_block_generation", self.allocator.pools[g].text(word))
+                if group.in_place is not None:
+                    self._recheck_tail(g, group.in_place, drops)
 
-    def _recheck_request(self, change: RequestChange) -> None:
-        live, before = self.allocator.requests.get(change.request_id), change.before
-        if before is None:
-            if live is not None:
-                raise Rejected("request_exists", change.request_id)
-        elif live is None:
-            raise Rejected("unknown_request", change.request_id)
-        elif live is not before:
-            raise Rejected("stale_request_generation", change.request_id)
-        elif live.version != self._versions[change.request_id]:
-            raise Rejected("stale_table_version", f"{change.request_id} is at version {live.version}")
+    def _recheck_request(self, request: Request, version: int) -> None:
+        live = self.allocator.requests.get(request.request_id)
+        if live is None:
+            raise Rejected("unknown_request", request.request_id)
+        if live is not request:
+            raise Rejected("stale_request_generation", request.request_id)
+        if live.version != version:
+            raise Rejected("stale_table_version", f"{request.request_id} is at version {live.version}")
 
-    def _recheck_group(self, g: int, group: GroupChange, drops: Counter) -> None:
-        pool = self.allocator.pools[g]
-        for word in group.shared:
-            i = index_of(word)
-            if not pool.current(word) or not (pool.ref_cnt[i] or i in pool.keys):
-                raise Rejected("stale_block_generation", f"{pool.text(word)} has been let go")
-            if i in pool.reserved:
-                raise Rejected("block_reserved", pool.text(word))
-        if group.in_place is not None:
-            i = index_of(group.in_place)
-            mine = self._leased.count((g, i))
-            if pool.ref_cnt[i] - drops[g, i] + pool.leases.get(i, 0) - mine != 1:
-                raise Rejected("in_place_shared_tail_write", pool.text(group.in_place))
+    def _recheck_tail(self, g: int, word: int, drops: Counter) -> None:
+        pool, i = self.pools[g], index_of(word)
+        if pool.ref_cnt[i] - drops[g, i] + pool.leases.get(i, 0) - self._leased.count((g, i)) != 1:
+            raise Rejected("in_place_shared_tail_write", pool.text(word))
 
-    def release_leases(self) -> bool:
-        """Let the copied sources go; True if one of them was held by nothing else any more."""
-        freed = [self.allocator.pools[g].unlease(i) for g, i in self._leased]
+    def release_leases(self) -> None:
+        for g, i in self._leased:
+            self.pools[g].unlease(i)
         self._leased.clear()
-        return any(freed)
 
     # ------------------------------------------------------------------ the other end
     def rollback(self) -> None:
@@ -229,15 +226,20 @@ class AllocatorTxn:
 
     def _abort(self, failure: BaseException | None) -> None:
         self.phase = "ROLLED_BACK"
-        for g, pool in enumerate(self.allocator.pools):
-            pool.unreserve([index_of(w) for c in self.plan.changes for w in c.groups[g].fresh])
-        self.allocator.lease_ended(self)
+        for g, pool in enumerate(self.pools):
+            fresh = [index_of(w) for c in self.plan.changes for w in c.groups[g].fresh]
+            pool.unreserve(fresh)
+            if self._handed_out:
+                pool.spoil(fresh)
+        self.release_leases()
         reason = failure.reason if isinstance(failure, Rejected) else "" if failure is None else type(failure).__name__
         detail = failure.detail if isinstance(failure, Rejected) else str(failure or "")
         self.allocator.emit(Event("rolled_back", self.op, self.log[-1] if self.log else VALIDATE, txn=self,
                                   reason=reason or "rolled_back", detail=detail))
 
     def _require_open(self) -> None:
+        if self.pools is not self.allocator.pools:
+            self.phase = "ROLLED_BACK"  # a snapshot has been loaded since: the blocks it held are gone
         if self.phase in ("PUBLISHED", "ROLLED_BACK"):
             self._refuse("transaction_closed", f"{self.transaction_id} is {self.phase.lower()}")
 
@@ -271,19 +273,18 @@ class AllocatorTxn:
 
     def record(self) -> AllocationTxn:
         """The intent as the article's frozen record (0x04D)."""
-        pools, changes = self.allocator.pools, self.plan.changes
+        pools, changes = self.pools, self.plan.changes
         touched = [pools[g].handle(w) for c in changes for g, x in enumerate(c.groups)
                    for w in (*x.dropped, *x.shared, *([x.in_place] if x.in_place is not None else []))]
         reserved = [pools[g].handle(w) for c in changes for g, x in enumerate(c.groups) for w in x.fresh]
-        before = [c.before for c in changes if c.before]
         return AllocationTxn(self.transaction_id, self.epoch, tuple(c.request_id for c in changes),
-                             tuple(b.generation for b in before), tuple(b.version for b in before),
+                             tuple(r.generation for r, _ in self._seen), tuple(v for _, v in self._seen),
                              self.plan.operation, tuple(touched), tuple(reserved), self.phase)
 
     def staged(self) -> Json:
         """The overlay as plain data: reserved blocks, running copies, leases, successor lengths."""
-        pools, ids = self.allocator.pools, [g.group_id for g in self.allocator.groups]
-        row_bytes = [g.row_bytes for g in self.allocator.groups]
+        pools, ids = self.pools, [g.group_id for g in self.groups]
+        row_bytes = [g.row_bytes for g in self.groups]
         out: Json = {"transaction": self.transaction_id, "phase": self.phase, "log": list(self.log),
                      "reserved": {i: [] for i in ids}, "copies": [], "leases": {i: [] for i in ids}, "requests": {}}
         for change in self.plan.changes:

@@ -1,0 +1,86 @@
+"""What the pages share: the stage with its link and downloads, models that stay loaded, errors in plain words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from kvlab.contract import Rejected
+from kvlab.views import stage
+from kvlab.views.scene import Recording
+
+if TYPE_CHECKING:
+    from kvlab.execution.model import Model
+    from kvlab.execution.tokenizer import Tokenizer
+
+
+@st.cache_resource(show_spinner="Loading the model …", max_entries=2)
+def load(where: str) -> tuple[Model, Tokenizer]:
+    """A model and its tokenizer, once per server: "austen", "smollm2", or a path."""
+    from kvlab.execution.model import load_model
+
+    return load_model(where)
+
+
+@st.cache_resource
+def stage_component() -> Any:
+    return stage.component()
+
+
+@contextmanager
+def in_plain_words() -> Iterator[None]:
+    """Show what went wrong as a message a person can act on; a refusal by the machine keeps its name."""
+    from kvlab.execution.model_config import ModelFileError
+
+    try:
+        yield
+    except Rejected as no:
+        st.error(f"**{no.reason}**: {no.meaning} ({no.detail}) Nothing was changed.", icon=":material/block:")
+        st.stop()
+    except (ModelFileError, ValueError) as error:
+        st.error(str(error), icon=":material/error:")
+        st.stop()
+
+
+LEGEND = """
+- **Hollow**: a free block, `id@generation`.
+- **Hatched, dashed**: staged. Nobody can read it yet.
+- **Solid, with a letter**: published, filled up to its valid rows.
+- **Two bands, ref 2**: one block, two owners.
+- **Padlock**: a lease; its rows are being read.
+- **Dotted**: the place that a staged block keeps in the queue.
+- **Cross**: refused. Nothing changed.
+"""
+
+
+def legend() -> None:
+    """How to read the stage, beside it."""
+    with st.sidebar.expander("How to read it"):
+        st.markdown(LEGEND)
+
+
+@st.fragment
+def show(recording: dict[str, Any], query: dict[str, Any], frame: int, seek: str) -> None:
+    """The stage, and under it the link and the downloads of the frame that it rests on.
+
+    A fragment: stepping reruns only this, never the page. `query` are the link's parameters without the frame.
+    """
+    result = stage_component()(recording, frame, report=True, key="stage", seek=seek)
+    at = getattr(result, "frame", None)
+    at = frame if at is None else min(int(at), len(recording["frames"]) - 1)
+    st.query_params.from_dict(query | {"f": str(at + 1)})
+    left, middle, right = st.columns([2, 1, 1], vertical_alignment="center")
+    left.caption(f"Recording `{recording['id']}` · frame {at + 1} of {len(recording['frames'])} · "
+                 "the page's address reopens this very frame")
+    middle.download_button("Recording as JSON", json.dumps(recording, ensure_ascii=False), on_click="ignore",
+                           file_name=f"kvlab-{recording['id']}.json", mime="application/json", width="stretch")
+    right.download_button("Frame as SVG", lambda: _svg(recording, at), on_click="ignore",
+                          file_name=f"kvlab-{recording['id']}-{at + 1}.svg", mime="image/svg+xml", width="stretch")
+
+
+def _svg(recording: dict[str, Any], at: int) -> str:
+    return Recording.from_dict(recording).frame(at).svg()

@@ -1,0 +1,1 @@
+"""Where the contracts meet: requests, memory and model in one engine."""

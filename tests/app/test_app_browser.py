@@ -1,0 +1,122 @@
+"""The app as a person sees it: a real server, a real browser, blocks that really move."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.browser import browser_page
+from tests.support import ROOT
+
+pytestmark = pytest.mark.browser
+
+
+@contextmanager
+def app_server():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "streamlit", "run", "app", "--server.headless=true", f"--server.port={port}",
+               "--server.address=127.0.0.1", "--browser.gatherUsageStats=false"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env=os.environ | {"STREAMLIT_SERVER_FILE_WATCHER_TYPE": "none"})
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=1).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def address():
+    with app_server() as where:
+        yield where
+
+
+def at_rest(page, frame):
+    page.wait_for_selector(f".kvs[data-rest='{frame}']", timeout=60_000)
+
+
+def place(page, key):
+    transform = page.locator(f'[data-key="{key}"]').get_attribute("transform")
+    return tuple(float(n) for n in re.findall(r"-?[\d.]+", transform))
+
+
+def staged_block(page):
+    """A block that stands hatched in the staged lane, by its key."""
+    keys = page.eval_on_selector_all("svg.st [data-key^='b.']", """nodes => nodes
+        .filter(n => (n.getAttribute('aria-label') || '').includes('staged')).map(n => n.dataset.key)""")
+    assert keys
+    return keys[0]
+
+
+def test_step_forward_and_back_moves_a_block_between_rows(address):
+    with browser_page(1440, 1000, strict=False) as page:
+        page.goto(address)
+        page.wait_for_selector(".kvs[data-rest]", timeout=60_000)
+        first = int(page.get_attribute(".kvs", "data-rest"))
+        key = staged_block(page)
+        staged = place(page, key)
+        page.locator(".kvs .next").click()
+        at_rest(page, first + 1)
+        page.locator(".kvs .next").click()
+        at_rest(page, first + 2)
+        published = place(page, key)
+        assert published[1] > staged[1] + 50
+        page.locator(".kvs .back").click()
+        at_rest(page, first + 1)
+        assert place(page, key) == staged
+        (ROOT / "tests" / "out").mkdir(exist_ok=True)
+        page.screenshot(path=ROOT / "tests" / "out" / "app.png")
+
+
+def test_the_address_follows_the_frame_and_reopens_it(address):
+    with browser_page(1440, 1000, strict=False) as page:
+        page.goto(address)
+        page.wait_for_selector(".kvs[data-rest]", timeout=60_000)
+        page.locator(".kvs .jump").select_option("12")
+        at_rest(page, 12)
+        page.wait_for_function("location.search.includes('f=13')", timeout=30_000)
+        link = page.url
+        page.goto("about:blank")
+        page.goto(link)
+        at_rest(page, 12)
+
+
+def test_downloads_are_the_recording_and_the_very_frame(address):
+    with browser_page(1440, 1000, strict=False) as page:
+        page.goto(address)
+        page.wait_for_selector(".kvs[data-rest]", timeout=60_000)
+        with page.expect_download() as svg:
+            page.get_by_role("button", name="Frame as SVG").click()
+        text = svg.value.path().read_text()
+        assert text.startswith("<svg") and "var(" not in text
+        with page.expect_download() as recording:
+            page.get_by_role("button", name="Recording as JSON").click()
+        assert '"frames"' in recording.value.path().read_text()
+
+
+def test_running_shows_progress_and_then_the_new_recording(address):
+    with browser_page(1440, 1000, strict=False) as page:
+        page.goto(address)
+        page.wait_for_selector(".kvs[data-rest]", timeout=60_000)
+        page.get_by_label("Prompt A").fill("She was in love with him, and thought so <b>bold</b>")
+        page.get_by_role("button", name="Run the model").click()
+        page.get_by_role("progressbar").first.wait_for(timeout=60_000)
+        page.wait_for_selector(".kvs[data-rest='0']", timeout=120_000)
+        assert page.locator(".kvs b", has_text="bold").count() == 0

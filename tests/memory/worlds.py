@@ -1,0 +1,127 @@
+"""Small allocators for the tests of this room, and pictures of their whole state; it asserts nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from kvlab.contract import Event
+from kvlab.memory.allocator import Allocator
+from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
+from tests.support import FIXTURES
+
+QUICK = settings(deadline=None, derandomize=True, database=None)
+
+EQUAL = ((4, 9), (4, 7))
+THREE = ((4, 8), (4, 11), (4, 9))
+UNEQUAL = ((4, 8), (2, 15), (8, 6))
+WORLDS = (EQUAL, THREE, UNEQUAL)
+"""Per group: tokens a block, and blocks in the pool. Small, so that memory runs out."""
+
+NAMES = "ABCDEF"
+KINDS = ("allocate", "fork", "append", "append", "decode", "truncate", "truncate", "end", "cache_full", "cache_full",
+         "touch", "touch", "evict")
+ODD = 9
+PICKS = st.integers(0, ODD)
+CHOICES = st.tuples(st.sampled_from(KINDS), PICKS, PICKS, PICKS)
+"""What `propose` turns into an operation on whatever is there."""
+
+
+def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: list[list[str]]) -> dict[str, Any]:
+    """An operation that mostly makes sense: `live` gives each request's length, `bundles` cached ones, latest last.
+
+    One pick in ten is odd: a name that nobody has, a name that somebody has, a length that cannot be.
+    """
+    kind, a, b, c = choice
+    names = sorted(live)
+    name = "Z" if a == ODD or not names else names[a % len(names)]
+    new = names[0] if b == ODD and names else next((n for n in NAMES if n not in live), NAMES[0])
+    picked = [bundles[-1 - i % len(bundles)] for i in range(b % 4, b % 4 + 1 + c % 2)] if bundles else []
+    if c == ODD and picked:
+        picked = [[*picked[0][:-1], bundles[0][-1]]]
+    blocks = [[0], [1], [0, 1], [2]][b % 4]
+    order = [names[(i + a) % len(names)] for i in range(len(names))] + [name] * (b == ODD)
+    arguments: dict[str, dict[str, Any]] = {
+        "allocate": {"request": new, "tokens": c + 3},
+        "fork": {"request": name, "child": new},
+        "append": {"requests": [[name, c % 5 + 1]]},
+        "decode": {"requests": [[n, c % 3 + 1] for n in order]},
+        "truncate": {"request": name, "tokens": 0 if b == ODD else max(1, live.get(name, 1) + 1 - c % 6)},
+        "cache_full": {"request": name, "blocks": blocks, "keys": [f"{c:02x}b{j}" for j in blocks]},
+        "touch": {"request": new, "blocks": picked},
+        "evict": {"blocks": picked},
+    }
+    if kind == "end":
+        kind = "append" if len(names) < 3 else ("release", "cancel")[b % 2]
+    return {"op": "append" if kind == "decode" else kind, **arguments.get(kind, {"request": name})}
+
+
+class PlugPulled(Exception):  # noqa: N818 - it is what happened, not an error of ours
+    """What a fault looks like: not a refusal, just the end."""
+
+
+class Plug:
+    """An observer that pulls the plug at the `at`-th step of a transaction; past the last one it never does."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, event: Event) -> None:
+        self.left -= event.kind == "staged"
+        if event.kind == "staged" and not self.left:
+            raise PlugPulled(event.step)
+
+
+def lengths(allocator: Allocator) -> dict[str, int]:
+    return {name: request.context for name, request in allocator.requests.items()}
+
+
+def first_bundles(allocator: Allocator, request: str, blocks: list[int]) -> list[list[str]]:
+    """The printed handles of some logical blocks of a request, one a group."""
+    tables = allocator.snapshot()["requests"][request]["tables"].values()
+    return [[table[j] for table in tables] for j in blocks if all(j < len(table) for table in tables)]
+
+
+def layout_of(groups: tuple[tuple[int, int], ...]) -> CacheLayoutManifest:
+    """One layer a group, one scalar a row: bytes do not matter here."""
+    return CacheLayoutManifest(tuple(
+        CacheGroup(f"g{i}", i, i + 1, 1, 1, 2, size, blocks, 1000 * (i + 1))
+        for i, (size, blocks) in enumerate(groups)
+    ))
+
+
+def article() -> Allocator:
+    """The article's machine before its trace: A with 33 tokens, one block of four free in each group."""
+    base = json.loads((FIXTURES / "loop5_ownership.json").read_text())["base"]
+    machine = Allocator(CacheLayoutManifest.from_dict(base))
+    machine.load(base)
+    return machine
+
+
+def picture(allocator: Allocator) -> dict[str, Any]:
+    """Everything that is committed, links of the free queues included, bit for bit."""
+    requests = {r.request_id: (r.generation, r.version, r.context, [t.tolist() for t in r.tables])
+                for r in allocator.requests.values()}
+    pools = [{name: list(getattr(p, name)) for name in ("generation", "ref_cnt", "valid_rows", "next", "prev")}
+             | {"keys": dict(p.keys), "free": p.free_count} for p in allocator.pools]
+    return {"epoch": allocator.epoch, "digest": allocator.digest, "requests": requests, "pools": pools}
+
+
+def at_rest(allocator: Allocator) -> bool:
+    """Whether no transaction holds anything: nothing reserved, nothing leased."""
+    return not any(p.reserved or p.leases for p in allocator.pools)
+
+
+def links_mirror(allocator: Allocator) -> bool:
+    """Whether each free queue reads the same backwards, and its length is the count that is kept of it."""
+    for pool in allocator.pools:
+        forwards, backwards, i = list(pool.queue()), [], pool.prev[pool.num_blocks]
+        while i != pool.num_blocks:
+            backwards.append(i)
+            i = pool.prev[i]
+        if forwards != backwards[::-1] or len(forwards) != pool.free_count:
+            return False
+    return True
