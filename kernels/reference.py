@@ -17,9 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 Lengths = Sequence[int] | torch.Tensor
 
-# One decode query reads every gathered row once, so its tile should still lie in the core's cache when the
-# product reads it. A prefill reads each row many times and wants one fused call more than a small tile.
-DECODE_TILE_BYTES = 3 << 19
+# Bytes of gathered keys. One decode query reads every gathered row once, so its tile should still lie in the
+# core's cache when the product reads it. A prefill reads each row many times and wants one fused call more than
+# a small tile.
+DECODE_TILE_BYTES = 1 << 20
 PREFILL_TILE_BYTES = 8 << 20
 # Queries that share one mask or one block of scores: bounds that scratch where a prefill is long.
 QUERY_ROWS = 256
@@ -131,11 +132,11 @@ def paged_attention(
     context_lengths [batch] include the new tokens; plain ints spare a device the wait that a tensor costs.
     tile_tokens: keys gathered at once, in whole blocks, at least one. Left out, a tile is sized in bytes for the
     cache of a CPU core. Returns [sum(query_lengths), heads, head_dim] in q's dtype; half types are summed in
-    float32. For inference: no gradient is kept.
+    float32. For inference only: call it under torch.no_grad where anything asks for a gradient.
 
     A context within one tile is one gather and one fused call. A longer one runs through an online softmax
-    over tiles, so scratch is O(tile_tokens * kv_heads * head_dim + QUERY_ROWS * heads * tile_tokens) at most, and
-    never grows with the context. Time O(sum of query * context) * heads * head_dim.
+    over tiles, so scratch is O(tile_tokens * (kv_heads * head_dim + QUERY_ROWS * heads)) at most, and never grows
+    with the context. Time O(heads * head_dim * sum of query * context).
     Raises ValueError naming the argument, and on CPUs also for a block id outside the cache.
     """
     contexts, queries = _ints(context_lengths), _ints(query_lengths)
@@ -146,10 +147,11 @@ def paged_attention(
     if tile_tokens is not None and tile_tokens < 1:
         raise ValueError(f"tile_tokens: {tile_tokens} is not a positive number of tokens")
     outputs = []
-    for rows, table, context in zip(q.split(queries), block_tables, contexts, strict=True):
-        ids = table[: _blocks(context, k_cache.shape[1])]
-        tile = _tile_blocks(k_cache, rows, tile_tokens)
-        if len(ids) <= tile:
+    for i, rows, context in _sequences(q, queries, contexts):
+        blocks = _blocks(context, k_cache.shape[1])
+        ids = block_tables[i, :blocks]
+        tile = _tile_blocks(k_cache, rows, context, tile_tokens)
+        if blocks <= tile:
             k, v = _gather(k_cache, ids, context), _gather(v_cache, ids, context)
             outputs.append(_attend(rows, k, v, scale))
         else:
@@ -182,8 +184,7 @@ def contiguous_attention(
     _check_query(q, k[0])
     _check_lengths(q, contexts, queries)
     outputs = [
-        _attend(rows, k_rows[:context], v_rows[:context], scale)
-        for rows, k_rows, v_rows, context in zip(q.split(queries), k, v, contexts, strict=True)
+        _attend(rows, k[i][:context], v[i][:context], scale) for i, rows, context in _sequences(q, queries, contexts)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -243,9 +244,7 @@ def _attend_tiles(
         k = _gather(k_cache, tile_ids, rows, scratch).to(exact)
         scores = torch.baddbmm(unused, q_rows, k.permute(1, 2, 0), beta=0, alpha=scale)
         if first + rows - 1 > context - n:
-            position = torch.arange(context - n, context, device=q.device).repeat_interleave(group)
-            hidden = torch.arange(first, first + rows, device=q.device) > position[:, None]
-            scores.masked_fill_(hidden, -torch.inf)
+            _hide_later_keys(scores, first, context - n, group)
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         p = scores.sub_(m_new).exp_()
         carried = m.sub_(m_new).exp_()
@@ -257,6 +256,14 @@ def _attend_tiles(
     return out.reshape(n, heads, head_dim).to(q.dtype)
 
 
+def _hide_later_keys(scores: torch.Tensor, first_key: int, first_query: int, group: int) -> None:
+    """-inf, in place, wherever a key stands after its query: scores [kv_heads, n * group, keys]."""
+    _, rows, keys = scores.shape
+    key = torch.arange(first_key, first_key + keys, device=scores.device)
+    query = torch.arange(first_query, first_query + rows // group, device=scores.device).repeat_interleave(group)
+    scores.masked_fill_(key > query[:, None], -torch.inf)
+
+
 def _gather(cache: torch.Tensor, ids: torch.Tensor, rows: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
     """The first `rows` rows of the named blocks as [rows, kv_heads, head_dim]; later rows go no further than here."""
     out = None if scratch is None else scratch[: len(ids)]
@@ -264,6 +271,14 @@ def _gather(cache: torch.Tensor, ids: torch.Tensor, rows: int, scratch: torch.Te
         return torch.index_select(cache, 0, ids, out=out).flatten(0, 1)[:rows]
     except IndexError as error:
         raise ValueError(f"block_tables: names a block outside 0..{cache.shape[0] - 1}") from error
+
+
+def _sequences(q: torch.Tensor, queries: list[int], contexts: list[int]) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """Each sequence's number, queries and context."""
+    first = 0
+    for i, (n, context) in enumerate(zip(queries, contexts, strict=True)):
+        yield i, q[first : first + n], context
+        first += n
 
 
 def _query_chunks(q: torch.Tensor, context: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -274,13 +289,16 @@ def _query_chunks(q: torch.Tensor, context: int) -> Iterator[tuple[torch.Tensor,
         yield rows, seen
 
 
-def _tile_blocks(k_cache: torch.Tensor, q: torch.Tensor, tile_tokens: int | None) -> int:
-    """Whole blocks in a tile, at least one."""
+def _tile_blocks(k_cache: torch.Tensor, q: torch.Tensor, context: int, tile_tokens: int | None) -> int:
+    """Whole blocks in a tile, at least one. Left to us, two tiles are one: a second round of calls costs more."""
+    _, block_size, kv_heads, head_dim = k_cache.shape
     if tile_tokens is None:
         decode_on_cpu = q.shape[0] == 1 and q.device.type == "cpu"
-        row_bytes = k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
+        row_bytes = kv_heads * head_dim * k_cache.element_size()
         tile_tokens = (DECODE_TILE_BYTES if decode_on_cpu else PREFILL_TILE_BYTES) // row_bytes
-    return max(1, tile_tokens // k_cache.shape[1])
+        if context <= 2 * tile_tokens:
+            return _blocks(context, block_size)
+    return max(1, tile_tokens // block_size)
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -12,7 +12,7 @@ import streamlit as st
 from kvlab.study.setup import Link, Setup
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-MODELS = {"austen": "Small model trained on Austen (embedded)", "smollm2": "SmolLM2-135M-Instruct"}
+MODELS = {"austen": "Austen, small, embedded", "smollm2": "SmolLM2-135M-Instruct"}
 BLOCK_SIZES = [4, 8, 16, 32]
 
 
@@ -38,7 +38,7 @@ def controls(start: Setup) -> Setup | None:
     """The form beside the stage; the setup to run when the button was pressed."""
     with st.sidebar, st.form("inputs", border=False):
         st.markdown("#### Two prompts, one memory\nThey begin alike. Who may write where?")
-        prompts = [st.text_area(f"Prompt {name}", text, height=90, key=f"prompt{name}")
+        prompts = [st.text_area(f"Prompt {name}", text, height=100, key=f"prompt{name}")
                    for name, text in zip("AB", (*start.prompts, start.prompts[0]), strict=False)]
         models = [*MODELS, *([start.model] if start.model not in MODELS else [])]
         model = st.selectbox("Model", models, models.index(start.model), accept_new_options=True,

@@ -131,25 +131,25 @@ class GgufFile:
             raise ModelFileError(self.path, message) from None
 
     def fill(self, name: str, dest: Tensor) -> None:
-        """Write the tensor `name` into `dest`: a vector `[n]` as it is, a matrix `[out, in]` as `[in, out]`.
+        """Write the tensor `name`, a vector `[n]` or a matrix `[out, in]`, into `dest` in its dtype.
 
         ModelFileError where the file has no such tensor, another shape, or an unsupported quantisation.
         """
-        tensor, wanted = self.tensors.get(name), tuple(dest.shape)[::-1]
+        tensor, wanted = self.tensors.get(name), tuple(dest.shape)
         if tensor is None:
             raise ModelFileError(self.path, f"the tensor {name}")
         if tensor.shape != wanted:
             raise ModelFileError(self.path, f"the tensor {name} with shape {list(wanted)}, not {list(tensor.shape)}")
         raw = torch.from_numpy(self._bytes[tensor.begin : tensor.end])
         if plain := _PLAIN.get(tensor.kind):
-            dest.copy_(raw.view(plain).view(tensor.shape).t())
-        elif tensor.kind in _BLOCKS and dest.dim() == 2:
-            exact = dest if dest.dtype == torch.float32 else torch.empty(dest.shape)
-            _dequantise(tensor.kind, raw.view(tensor.shape[0], -1, _BLOCKS[tensor.kind][1]), exact)
+            dest.copy_(raw.view(plain).view(tensor.shape))
+        elif tensor.kind in _BLOCKS:
+            exact = dest if dest.dtype == torch.float32 and dest.is_contiguous() else torch.empty(dest.shape)
+            _dequantise(tensor.kind, raw.view(-1, _BLOCKS[tensor.kind][1]), exact)
             if exact is not dest:
                 dest.copy_(exact)
         else:
-            dest.copy_(self._rare(name, tensor).t())
+            dest.copy_(self._rare(name, tensor))
 
     def _rare(self, name: str, tensor: GgufTensor) -> Tensor:
         from gguf import GGMLQuantizationType, quants
@@ -163,23 +163,17 @@ class GgufFile:
 
 
 def _dequantise(kind: int, blocks: Tensor, dest: Tensor) -> None:
-    """Blocks `[out, in / 32, bytes]` of Q4_0, Q4_1 or Q8_0 -> float32 `dest` `[in, out]`.
-
-    The small integers are transposed, not the floats that they become: a quarter to an eighth of the traffic.
-    """
-    scale = _halves(blocks, 0)
+    """Blocks `[n, bytes]` of Q4_0, Q4_1 or Q8_0, 32 weights each -> float32 `dest`, exactly as llama.cpp does."""
+    weights, scale = dest.view(-1, 32), _halves(blocks, 0)
     if kind == _Q8_0:
-        steps = blocks[..., 2:].view(torch.int8).permute(1, 2, 0).contiguous()
-        torch.mul(steps, scale, out=dest.unflatten(0, (-1, 32)))
+        torch.mul(blocks[:, 2:].view(torch.int8), scale, out=weights)
         return
     offset, begin = (_halves(blocks, 2), 4) if kind == _Q4_1 else (scale * -8, 2)
-    steps = blocks[..., begin:].permute(1, 2, 0).contiguous()
-    low_high = dest.unflatten(0, (-1, 2, 16))
-    torch.mul(steps & 15, scale, out=low_high[:, 0])
-    torch.mul(steps >> 4, scale, out=low_high[:, 1])
-    dest.unflatten(0, (-1, 32)).add_(offset)
+    torch.mul(blocks[:, begin:] & 15, scale, out=weights[:, :16])
+    torch.mul(blocks[:, begin:] >> 4, scale, out=weights[:, 16:])
+    weights.add_(offset)
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The fp16 number at byte `at` of every block, as float32 `[in / 32, 1, out]`."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).t().float().contiguous().unsqueeze(1)
+    """The fp16 number at byte `at` of every block, as float32 `[n, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()

@@ -23,10 +23,10 @@ from kvlab.execution.tokenizer import Tokenizer, load_tokenizer
 from kvlab.execution.weights import open_model_files
 
 __all__ = ["Attend", "LayerWeights", "Model", "ModelConfig", "ModelFileError", "Weights", "assemble", "causal_attend",
-           "load_model", "rms_norm", "rope_tables", "rotate"]
+           "load_model", "project", "rms_norm", "rope_tables", "rotate"]
 
 Fill = Callable[[str, Tensor], None]
-"""`fill(name, dest)`: write a weight into `dest`, a vector as it is, a matrix `[out, in]` as `[in, out]`."""
+"""`fill(name, dest)`: write a weight, a vector `[n]` or a matrix `[out, in]`, into `dest`."""
 
 
 class Attend(Protocol):
@@ -41,9 +41,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices lie as `[in, out]`, contiguous, and what reads the same input is fused by columns.
+    """One layer. Matrices lie as `[out, in]`, contiguous, and what reads the same input is fused by rows.
 
-    With `[out, in]` a CPU's matmul takes 1.1 times as long for one token and 1.4 to 2 times for 4 to 16 tokens.
+    With `[in, out]` a CPU takes a tenth less time for one token and a third less for four, but it adds up a token's products one after another: over 30 layers that made decoded logits four times less exact than
+    those of one pass, and more than 1e-4 apart from them.
     Norm weights are kept times sqrt(hidden), as `rms_norm` wants them.
     """
 
@@ -57,10 +58,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights: `embed` `[vocab, hidden]`, the layers, the last norm, `head` `[hidden, vocab]`.
-
-    Where embeddings are tied, `embed` is a view of `head`.
-    """
+    """All weights: `embed` and `head`, both `[vocab, hidden]` and one tensor where they are tied, layers, last norm."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -73,8 +71,8 @@ def assemble(config: ModelConfig, fill: Fill, dtype: torch.dtype = torch.float32
     c, (q, kv) = config, (config.heads * config.head_dim, config.kv_heads * config.head_dim)
 
     def read(inputs: int, **outputs: int) -> Tensor:
-        fused = torch.empty(inputs, sum(outputs.values()), dtype=dtype)
-        for name, part in zip(outputs, fused.split(list(outputs.values()), dim=1), strict=True):
+        fused = torch.empty(sum(outputs.values()), inputs, dtype=dtype)
+        for name, part in zip(outputs, fused.split(list(outputs.values())), strict=True):
             fill(f"{name}.weight", part)
         return fused.to(device)
 
@@ -94,10 +92,19 @@ def assemble(config: ModelConfig, fill: Fill, dtype: torch.dtype = torch.float32
             down=read(c.intermediate, **{f"{mlp}.down_proj": c.hidden}),
         )
 
-    embed = read(c.hidden, **{"model.embed_tokens": c.vocab}).t()
-    head = embed.t() if c.tied else read(c.hidden, lm_head=c.vocab)
-    with ThreadPoolExecutor(2) as pool:
-        return Weights(embed, tuple(pool.map(layer, range(c.layers))), norm("model.norm"), head)
+    embed = read(c.hidden, **{"model.embed_tokens": c.vocab})
+    head = embed if c.tied else read(c.hidden, lm_head=c.vocab)
+    return Weights(embed, tuple(map(layer, range(c.layers))), norm("model.norm"), head)
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` `[n, in]` times a weight `[out, in]`, -> `[n, out]`.
+
+    On a CPU, eight to some sixty rows multiply up to twice as fast as columns, with the rounding error of a pass.
+    """
+    if 8 <= x.shape[0] < 64 and x.device.type == "cpu":
+        return torch.mm(weight, x.t()).t().contiguous()
+    return F.linear(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
@@ -169,15 +176,15 @@ class Model:
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         x = w.embed.index_select(0, tokens)
         for at, layer in enumerate(w.layers):
-            qkv = torch.mm(rms_norm(x, layer.attention_norm, floor), layer.qkv).view(n, -1, c.head_dim)
+            qkv = project(rms_norm(x, layer.attention_norm, floor), layer.qkv).view(n, -1, c.head_dim)
             qk = rotate(qkv[:, :rotated], cos, sin, c.rope_pairing)
             seen = attend(at, qk[:, : c.heads], qk[:, c.heads :], qkv[:, rotated:])
-            x = torch.addmm(x, seen.reshape(n, -1), layer.attention_out)
-            gate, up = torch.mm(rms_norm(x, layer.mlp_norm, floor), layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, F.silu(gate) * up, layer.down)
+            x = x + project(seen.reshape(n, -1), layer.attention_out)
+            gate, up = project(rms_norm(x, layer.mlp_norm, floor), layer.gate_up).chunk(2, -1)
+            x = x + project(F.silu(gate) * up, layer.down)
         if rows is not None:
             x = x.index_select(0, rows)
-        return torch.mm(rms_norm(x, w.norm, floor), w.head)
+        return project(rms_norm(x, w.norm, floor), w.head)
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class ModelFiles(Protocol):
     config: ModelConfig
 
     def fill(self, name: str, dest: Tensor) -> None:
-        """Write a vector `[n]` as it is, or a matrix `[out, in]` as `[in, out]`, into `dest`, in its dtype."""
+        """Write the tensor, a vector `[n]` or a matrix `[out, in]`, into `dest`, in its dtype."""
 
     def digest(self) -> str:
         """SHA-256 over the configuration and the weight files' content. Cost: one pass over the files."""
@@ -127,12 +127,12 @@ class FolderFiles:
         if path is None:
             raise ModelFileError(self.path, f"the tensor {name} in {', '.join(p.name for p in self._shards)}")
         tensor = self._shards[path].get_tensor(name)
-        wanted = tuple(dest.shape)[::-1]
+        wanted = tuple(dest.shape)
         if tuple(tensor.shape) != wanted:
             raise ModelFileError(path, f"the tensor {name} with shape {list(wanted)}, not {list(tensor.shape)}")
         if not tensor.is_floating_point():
             raise ModelFileError(path, f"the tensor {name} in floating point, not in the quantised {tensor.dtype}")
-        dest.copy_(tensor.t())
+        dest.copy_(tensor)
 
     def digest(self) -> str:
         return _digest(self.config, list(self._shards))

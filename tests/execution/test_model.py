@@ -38,7 +38,7 @@ def tiny_model(tensors: dict[str, np.ndarray], pairing: str = "half") -> Model:
     s = tiny.SIZES
     config = ModelConfig(s["layers"], s["heads"], s["kv_heads"], s["head_dim"], s["hidden"], s["intermediate"],
                          s["vocab"], s["theta"], pairing, s["eps"], 64, "lm_head.weight" not in tensors)
-    weights = assemble(config, lambda name, dest: dest.copy_(torch.from_numpy(tensors[name]).t()), torch.float64)
+    weights = assemble(config, lambda name, dest: dest.copy_(torch.from_numpy(tensors[name])), torch.float64)
     return Model(config, weights)
 
 
@@ -157,6 +157,15 @@ def test_the_seam_gets_shapes_and_layers_in_order():
 
     model.forward(torch.tensor([1, 2, 3]), torch.tensor([0, 0, 9]), attend)
     assert calls == [(layer, (3, 4, 32), (3, 2, 32), (3, 2, 32)) for layer in range(4)]
+
+
+def test_a_gpu_gives_the_logits_of_the_cpu():
+    device = require("cuda")
+    model, tokenizer = load_model("austen", torch.float64, device)
+    tokens = tokenizer.encode(SENTENCE)
+    found = model.forward(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), causal_attend)
+    assert found.device.type == device and model.device.startswith(device)
+    assert relative_error(found.cpu(), logits_of(austen(torch.float64)[0], tokens).numpy()) < 1e-9
 
 
 def test_smollm2_answers():

@@ -41,9 +41,11 @@ def test_quantised_weights_are_exactly_those_of_the_gguf_package(tmp_path, kind,
     file = GgufFile(tiny.write_gguf(tmp_path / "m.gguf", tensors, kind))
     matrix = tensors["model.layers.1.mlp.down_proj.weight"]
     expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(matrix, quant), quant)).to(dtype)
-    wide = torch.zeros(matrix.shape[1], 2 * matrix.shape[0], dtype=dtype)
-    file.fill("blk.1.ffn_down.weight", wide[:, : matrix.shape[0]])
-    assert torch.equal(wide[:, : matrix.shape[0]].t(), expected) and not wide[:, matrix.shape[0] :].any()
+    rows, columns = matrix.shape
+    for wide in (torch.zeros(2 * rows, columns, dtype=dtype), torch.zeros(rows, 2 * columns, dtype=dtype)):
+        dest = wide[:rows, :columns]
+        file.fill("blk.1.ffn_down.weight", dest)
+        assert torch.equal(dest, expected) and wide.count_nonzero() == dest.count_nonzero()
 
 
 def test_the_header_reader_agrees_with_the_gguf_package(tmp_path):

@@ -179,9 +179,14 @@ def test_a_tile_left_out_is_sized_in_bytes(monkeypatch: pytest.MonkeyPatch):
     seen.clear()
     row_bytes = 2 * 8 * 4
     monkeypatch.setattr(reference, "DECODE_TILE_BYTES", 9 * row_bytes)
-    monkeypatch.setattr(reference, "PREFILL_TILE_BYTES", 17 * row_bytes)
+    monkeypatch.setattr(reference, "PREFILL_TILE_BYTES", 13 * row_bytes)
     world.holds(world.paged(), world.oracle())
-    assert seen == [2] * 8 + [4] * 4, "9 tokens hold two blocks, 17 hold four"
+    assert seen == [2] * 8 + [3, 3] * 2 + [2, 2], "9 tokens hold two whole blocks, 13 hold three"
+    seen.clear()
+    monkeypatch.setattr(reference, "DECODE_TILE_BYTES", 15 * row_bytes)
+    monkeypatch.setattr(reference, "PREFILL_TILE_BYTES", 15 * row_bytes)
+    world.paged()
+    assert seen == [8, 8, 8, 8], "two tiles are gathered as one"
 
 
 def test_large_scores_stay_finite_and_keep_the_rescale():

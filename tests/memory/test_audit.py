@@ -120,6 +120,18 @@ def test_the_chain_remembers_the_way_where_the_state_forgets_it():
     assert digests["chain", "7be1"] != digests["chain", "c40d"]
 
 
+def test_the_chain_names_the_handles():
+    """Two operations alike but for the block they take up again."""
+    digests = set()
+    for block in (0, 1):
+        machine = Allocator(layout_of(EQUAL), audit="chain")
+        machine.allocate("A", 8)
+        machine.apply({"op": "cache_full", "request": "A", "blocks": [0, 1], "keys": ["7be1", "c40d"]})
+        machine.apply({"op": "touch", "request": "G", "blocks": first_bundles(machine, "A", [block])})
+        digests.add(machine.digest)
+    assert len(digests) == 2
+
+
 def test_an_unknown_audit_is_no_audit():
     with pytest.raises(ValueError, match="audit"):
         Allocator(layout_of(EQUAL), audit="none")

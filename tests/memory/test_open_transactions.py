@@ -6,20 +6,24 @@ rows and every cached identity still stands for the rows it was given for. All o
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from itertools import count
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvlab.contract import Json, Rejected
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.transaction import AllocatorTxn
 from tests.memory.worlds import (
     CHOICES,
+    KINDS,
+    ODD,
     QUICK,
-    WORLDS,
+    TIGHT,
     first_bundles,
     layout_of,
     lengths,
@@ -46,10 +50,11 @@ class Open:
     wrote: set[int] = field(default_factory=set)
 
 
-class ManyOpen(RuleBasedStateMachine):
-    @initialize(world=st.sampled_from(WORLDS), seed=st.one_of(st.none(), st.integers(0, 99)))
-    def start(self, world, seed):
-        self.real = Allocator(layout_of(world), queue_seed=seed, mover=self.move)
+class Shadow:
+    """An allocator, the rows that were really written, and what every request and identity ought to read."""
+
+    def __init__(self, world, audit: str, seed: int | None) -> None:
+        self.real = Allocator(layout_of(world), audit=audit, queue_seed=seed, mover=self.move)
         self.memory = [[[None] * size for _ in range(blocks)] for size, blocks in world]
         self.rows: dict[str, list[Rows]] = {}
         self.cached: dict[tuple[int, str], Rows] = {}
@@ -163,75 +168,62 @@ class ManyOpen(RuleBasedStateMachine):
             self.write(staged, g)
         self.publish(staged)
 
-    # ------------------------------------------------------------------ rules
-    def propose(self, choice) -> Json:
-        return propose(choice, lengths(self.real), self.bundles)
-
-    @rule(choice=CHOICES)
-    def do_at_once(self, choice):
-        self.complete(self.propose(choice))
-
-    @precondition(lambda self: len(self.open) < 4)
-    @rule(choice=CHOICES, begin=st.booleans())
-    def leave_open(self, choice, begin):
-        """Staged and left so, perhaps with the rows of its first group written."""
-        staged = self.stage(self.propose(choice))
-        if staged is not None and begin:
+    # ------------------------------------------------------------------ steps
+    def operate(self, choice: tuple[str, int, int, int], how: str) -> None:
+        """Done at once, or staged and left open, perhaps with the rows of its first group written."""
+        op = propose(choice, lengths(self.real), self.bundles, "ABC")
+        if how == "at once" or len(self.open) > 3:
+            self.complete(op)
+        elif (staged := self.stage(op)) is not None and how == "written":
             staged.txn.copy()
             self.write(staged, 0)
 
-    @precondition(lambda self: self.open)
-    @rule(pick=st.integers(0, 3), groups=st.integers(1, 9))
-    def publish_one(self, pick, groups):
-        """Mostly with all its rows written; where a group lacks them it is refused and stays open."""
+    def finish(self, pick: int, groups: int) -> None:
+        """Published, mostly with all its rows written: where a group lacks them it is refused and stays open."""
+        if not self.open:
+            return
         staged = self.open[pick % len(self.open)]
-        if not staged.txn.copies or groups > 1:
+        if not staged.txn.copies or groups:
             staged.txn.copy()
             for g in range(min(groups, len(self.memory))):
                 if g not in staged.wrote:
                     self.write(staged, g)
         self.publish(staged)
 
-    @precondition(lambda self: self.open)
-    @rule(pick=st.integers(0, 3), groups=st.integers(0, 2))
-    def leave_one_behind(self, pick, groups):
-        """It has written in some of its groups already, and is rolled back."""
+    def roll_back(self, pick: int) -> None:
+        if not self.open:
+            return
         staged, before = self.open[pick % len(self.open)], picture(self.real)
         staged.txn.copy()
-        for g in range(groups):
-            self.write(staged, g)
+        self.write(staged, 0)
         staged.txn.rollback()
         assert picture(self.real) == before
         self.close(staged, "ROLLED_BACK")
 
     # ------------------------------------------------------------------ after every step
-    @invariant()
-    def everybody_reads_their_own_rows(self):
-        if not hasattr(self, "real"):
-            return
+    def verify(self) -> None:
         self.real.check()
         assert links_mirror(self.real)
+        self.everybody_reads_their_own_rows()
+        self.every_identity_stands_for_its_rows()
+        self.only_open_transactions_hold_anything()
+
+    def everybody_reads_their_own_rows(self) -> None:
         assert self.real.requests.keys() == self.rows.keys()
         for name, request in self.real.requests.items():
             for g, table in enumerate(request.tables):
                 seen = [row for word in table for row in self.memory[g][word & 0xFFFFFFFF]]
                 assert seen[: request.context] == self.rows[name][g]
 
-    @invariant()
-    def every_identity_stands_for_its_rows(self):
-        if not hasattr(self, "real"):
-            return
+    def every_identity_stands_for_its_rows(self) -> None:
         for g, pool in enumerate(self.real.pools):
             for index in pool.keys.keys() - pool.reserved - pool.spoiled:
                 text = f"{pool.first_block_id + index}@{pool.generation[index]}"
                 assert self.memory[g][index] == self.cached[g, text]
 
-    @invariant()
-    def only_open_transactions_hold_anything(self):
-        if not hasattr(self, "real"):
-            return
+    def only_open_transactions_hold_anything(self) -> None:
+        shown = [o.txn.staged() for o in self.open]
         for pool in self.real.pools:
-            shown = [o.txn.staged() for o in self.open]
             reserved = [r["handle"] for s in shown for r in s["reserved"][pool.group]]
             assert sorted(pool.first_block_id + i for i in pool.reserved) == sorted(
                 int(text.partition("@")[0]) for text in reserved)
@@ -239,5 +231,48 @@ class ManyOpen(RuleBasedStateMachine):
             assert sum(pool.leases.values()) == sum(len(s["leases"][pool.group]) for s in shown)
 
 
+HOW = ("at once", "open", "written")
+
+
+class ManyOpen(RuleBasedStateMachine):
+    @initialize(world=st.sampled_from(TIGHT), audit=st.sampled_from(["state", "chain"]), seed=st.integers(0, 9))
+    def start(self, world, audit, seed):
+        self.shadow = Shadow(world, audit, seed or None)
+
+    @rule(choice=CHOICES, how=st.sampled_from(HOW))
+    def operate(self, choice, how):
+        self.shadow.operate(choice, how)
+        self.shadow.verify()
+
+    @precondition(lambda self: self.shadow.open)
+    @rule(pick=st.integers(0, 3), groups=st.integers(0, 9))
+    def finish(self, pick, groups):
+        self.shadow.finish(pick, groups)
+        self.shadow.verify()
+
+    @precondition(lambda self: self.shadow.open)
+    @rule(pick=st.integers(0, 3))
+    def roll_back(self, pick):
+        self.shadow.roll_back(pick)
+        self.shadow.verify()
+
+
 TestManyOpen = ManyOpen.TestCase
-TestManyOpen.settings = settings(QUICK, max_examples=60, stateful_step_count=40)
+TestManyOpen.settings = settings(QUICK, max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_a_long_walk(seed):
+    """The same steps, many more of them and nothing to shrink: for what needs three things to come together."""
+    draw = random.Random(seed)
+    shadow = Shadow(TIGHT[seed % 2], ("chain", "chain", "state", "chain")[seed % 4], seed or None)
+    for _ in range(200):
+        move = draw.random()
+        if move < 0.3:
+            shadow.finish(draw.randrange(4), draw.choice([0, 1, 3, 3, 3, 3, 3, 3]))
+        elif move < 0.36:
+            shadow.roll_back(draw.randrange(4))
+        else:
+            choice = (draw.choice(KINDS), *(draw.randrange(ODD + (draw.random() < 0.1)) for _ in range(3)))
+            shadow.operate(choice, draw.choice(HOW))
+        shadow.verify()

@@ -439,6 +439,41 @@ def test_as_many_keys_as_blocks():
     refused("unknown_operation", article().apply, op)
 
 
+# ---------------------------------------------------------------- what the caller believes
+BELIEFS = {"expected_epoch": 43, "expected_request_generation": 41, "expected_table_version": 2,
+           "expected_tail": {"g0": "1003@12", "g1": "2003@6"}}
+
+
+@pytest.mark.parametrize(("belief", "wrong", "reason"), [
+    ("expected_epoch", 42, "stale_allocator_epoch"), ("expected_request_generation", 1, "stale_request_generation"),
+    ("expected_table_version", 1, "stale_table_version"),
+    ("expected_tail", {"g0": "1003@12", "g1": "2002@12"}, "stale_block_generation"),
+    ("expected_tail", {"g7": "1003@12"}, "unknown_operation"),
+])
+@pytest.mark.parametrize("op", [{"op": "append"}, {"op": "fork", "child": "E"}, {"op": "truncate", "tokens": 3},
+                                {"op": "cancel"}, {"op": "cache_full", "blocks": [0], "keys": ["7be1"]}])
+def test_beliefs_are_compared_when_they_are_given(op, belief, wrong, reason):
+    machine = article()
+    machine.fork("A", "D")
+    machine.append("D")
+    machine.release("A")
+    believing = op | {"request": "D"} | BELIEFS
+    before = picture(machine)
+    refused(reason, machine.apply, believing | {belief: wrong})
+    assert picture(machine) == before
+    assert machine.apply(believing).outcome == "committed"
+
+
+def test_a_second_life_of_a_name_is_another_request():
+    machine = Allocator(layout_of(EQUAL))
+    machine.allocate("A", 6)
+    first = machine.requests["A"].generation
+    machine.release("A")
+    machine.allocate("A", 6)
+    refused("stale_request_generation", machine.apply,
+            {"op": "append", "request": "A", "expected_request_generation": first})
+
+
 # ---------------------------------------------------------------- late writers
 def test_a_late_writer_with_the_handle_of_an_earlier_lifetime():
     machine = shared(article())

@@ -20,6 +20,8 @@ THREE = ((4, 8), (4, 11), (4, 9))
 UNEQUAL = ((4, 8), (2, 15), (8, 6))
 WORLDS = (EQUAL, THREE, UNEQUAL)
 """Per group: tokens a block, and blocks in the pool. Small, so that memory runs out."""
+TIGHT = (((4, 6), (4, 5)), ((4, 5), (2, 9), (8, 4)))
+"""Even smaller: hardly a block is taken that somebody else does not still want."""
 
 NAMES = "ABCDEF"
 KINDS = ("allocate", "fork", "append", "append", "decode", "truncate", "truncate", "end", "cache_full", "cache_full",
@@ -30,15 +32,17 @@ CHOICES = st.tuples(st.sampled_from(KINDS), PICKS, PICKS, PICKS)
 """What `propose` turns into an operation on whatever is there."""
 
 
-def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: list[list[str]]) -> dict[str, Any]:
+def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: list[list[str]],
+            spare: str = NAMES) -> dict[str, Any]:
     """An operation that mostly makes sense: `live` gives each request's length, `bundles` cached ones, latest last.
 
+    A new request gets one of the `spare` names.
     One pick in ten is odd: a name that nobody has, a name that somebody has, a length that cannot be.
     """
     kind, a, b, c = choice
     names = sorted(live)
     name = "Z" if a == ODD or not names else names[a % len(names)]
-    new = names[0] if b == ODD and names else next((n for n in NAMES if n not in live), NAMES[0])
+    new = names[0] if b == ODD and names else next((n for n in spare if n not in live), spare[0])
     picked = [bundles[-1 - i % len(bundles)] for i in range(b % 4, b % 4 + 1 + c % 2)] if bundles else []
     if c == ODD and picked:
         picked = [[*picked[0][:-1], bundles[0][-1]]]

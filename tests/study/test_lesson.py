@@ -56,6 +56,8 @@ def test_copying_counts_every_row_and_paging_none(austen):
         world.branch("A", "B")
     assert copying.memory.bytes_copied == length * paged.layout.row_bytes == length * 4 * 2 * 32 * 2 * 4
     assert paged.history.now.receipt["copy_payload_bytes"] == 0
+    with pytest.raises(Rejected, match="out_of_memory"):
+        copying.branch("A", "C")
 
 
 def test_rows_are_those_of_the_published_table(austen):
@@ -221,6 +223,17 @@ def test_an_operation_that_is_accepted_is_no_failure():
     fine = {"id": "x", "reason": "out_of_memory", "what": "A appends.", "do": [step]}
     with pytest.raises(ValueError, match="was accepted"):
         lesson.bounce(TRACE, fine)
+
+
+def test_a_refusal_that_changed_something_is_not_called_unchanged(monkeypatch):
+    def changes_and_refuses(session, step):
+        session.machine.append("D")
+        raise Rejected("out_of_memory")
+
+    negative = {"id": "x", "reason": "out_of_memory", "what": "w", "at": "base", "do": [{"op": {"op": "append"}}]}
+    fixture = TRACE | {"trace": [], "base": append_after_a_fork().snapshot()}
+    monkeypatch.setattr(fixtures.Session, "do", changes_and_refuses)
+    assert not lesson.bounce(fixture, negative).unchanged
 
 
 def test_a_digest_that_moved_is_shown(monkeypatch):
