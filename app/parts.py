@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @st.cache_resource(show_spinner="Loading the model …", max_entries=2)
 def load(where: str) -> tuple[Model, Tokenizer]:
-    """A model and its tokenizer, once per server: "austen", "smollm2", or a path."""
+    """A model and its tokenizer, once per server: "austen", "smollm2", or a path; on the GPU where there is one."""
+    import torch
+
     from kvlab.execution.model import load_model
 
-    return load_model(where)
+    return load_model(where, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @st.cache_resource

@@ -43,8 +43,9 @@ class Attend(Protocol):
 class LayerWeights:
     """One layer. Matrices lie as `[out, in]`, contiguous, and what reads the same input is fused by rows.
 
-    With `[in, out]` a CPU takes a tenth less time for one token and a third less for four, but it adds up a token's products one after another: over 30 layers that made decoded logits four times less exact than
-    those of one pass, and more than 1e-4 apart from them.
+    With `[in, out]` a CPU takes a tenth less time for one token and a third less for four, but it adds up a
+    token's products one after another: over 30 layers, on one thread, that made decoded logits several times less
+    exact than those of one pass, and more than 1e-4 apart from them.
     Norm weights are kept times sqrt(hidden), as `rms_norm` wants them.
     """
 

@@ -171,12 +171,16 @@ class Shadow:
     # ------------------------------------------------------------------ steps
     def operate(self, choice: tuple[str, int, int, int], how: str) -> None:
         """Done at once, or staged and left open, perhaps with the rows of its first group written."""
-        op = propose(choice, lengths(self.real), self.bundles, "ABC")
+        op = propose(choice, lengths(self.real), sorted(self.bundles, key=self.findable), "ABC")
         if how == "at once" or len(self.open) > 3:
             self.complete(op)
         elif (staged := self.stage(op)) is not None and how == "written":
             staged.txn.copy()
             self.write(staged, 0)
+
+    def findable(self, bundle: list[str]) -> bool:
+        words = [(pool, pool.word(text)) for pool, text in zip(self.real.pools, bundle, strict=True)]
+        return all(pool.current(word) and word & 0xFFFFFFFF in pool.keys for pool, word in words)
 
     def finish(self, pick: int, groups: int) -> None:
         """Published, mostly with all its rows written: where a group lacks them it is refused and stays open."""
@@ -265,7 +269,7 @@ TestManyOpen.settings = settings(QUICK, max_examples=40, stateful_step_count=40)
 def test_a_long_walk(seed):
     """The same steps, many more of them and nothing to shrink: for what needs three things to come together."""
     draw = random.Random(seed)
-    shadow = Shadow(TIGHT[seed % 2], ("chain", "chain", "state", "chain")[seed % 4], seed or None)
+    shadow = Shadow(TIGHT[seed % 3], ("chain", "state")[seed % 4 == 3], seed or None)
     for _ in range(200):
         move = draw.random()
         if move < 0.3:

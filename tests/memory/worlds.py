@@ -20,7 +20,7 @@ THREE = ((4, 8), (4, 11), (4, 9))
 UNEQUAL = ((4, 8), (2, 15), (8, 6))
 WORLDS = (EQUAL, THREE, UNEQUAL)
 """Per group: tokens a block, and blocks in the pool. Small, so that memory runs out."""
-TIGHT = (((4, 6), (4, 5)), ((4, 5), (2, 9), (8, 4)))
+TIGHT = (((4, 6), (4, 5)), ((4, 5), (2, 9), (8, 4)), ((2, 7), (2, 8)))
 """Even smaller: hardly a block is taken that somebody else does not still want."""
 
 NAMES = "ABCDEF"
