@@ -148,17 +148,9 @@ def paged_attention(
         raise ValueError(f"tile_tokens: {tile_tokens} is not a positive number of tokens")
     outputs = []
     for i, rows, context in _sequences(q, queries, contexts):
-        blocks = _blocks(context, k_cache.shape[1])
-        ids = block_tables[i, :blocks]
+        ids = block_tables[i, : _blocks(context, k_cache.shape[1])]
         tile = _tile_blocks(k_cache, rows, context, tile_tokens)
-        if blocks <= tile:
-            k, v = _gather(k_cache, ids, context), _gather(v_cache, ids, context)
-            outputs.append(_attend(rows, k, v, scale))
-        else:
-            outputs += [
-                _attend_tiles(chunk, k_cache, v_cache, ids, visible, scale, tile)
-                for chunk, visible in _query_chunks(rows, context)
-            ]
+        outputs.append(_attend_blocks(rows, k_cache, v_cache, ids, context, scale, tile))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -213,6 +205,22 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).reshape(n, heads, head_dim)
+
+
+def _attend_blocks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    ids: torch.Tensor,
+    context: int,
+    scale: float,
+    tile_blocks: int,
+) -> torch.Tensor:
+    """The last n positions of one sequence over its blocks: one gather if they fit a tile, else tile after tile."""
+    if len(ids) <= tile_blocks:
+        return _attend(q, _gather(k_cache, ids, context), _gather(v_cache, ids, context), scale)
+    chunks = _query_chunks(q, context)
+    return torch.cat([_attend_tiles(rows, k_cache, v_cache, ids, seen, scale, tile_blocks) for rows, seen in chunks])
 
 
 def _attend_tiles(
