@@ -22,7 +22,6 @@ from kvlab.memory.block_pool import index_of
 from kvlab.memory.kv_store import PagedStep
 from kvlab.memory.records import BOUNDARY, COPY_ON_WRITE, IN_PLACE, PUBLICATION_ORDER
 from kvlab.memory.transaction import StagedRequest
-from kvlab.reasons import REASONS
 from kvlab.serving.engine import Sampling
 from kvlab.study import conversation, fixtures, lesson
 from kvlab.study.lesson import Comparison, PagedWorld, Question, Stills, Table
@@ -32,17 +31,18 @@ from kvlab.views.stage import widget
 
 torch.set_num_threads(1)  # so small a model runs best on one thread
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model, tokenizer = load_model("austen", device=device)  # small, trained on Jane Austen's novels, in this repository
+model, tokenizer = load_model("austen", device=device)  # small, and in this repository
 
 STORY = ("The two young ladies were walking in the garden before dinner, "
          "when they saw a gentleman coming up the road; and it was")
 ANNA, BEN = " Mr. Darcy. He", " her brother, and she cried"
 
-print({name: len(tokenizer.encode(text)) for name, text in {"story": STORY, "Anna": ANNA, "Ben": BEN}.items()})
+for name, text in {"story": STORY, "Anna": ANNA, "Ben": BEN}.items():
+    print(f"{name:<6}{len(tokenizer.encode(text)):>3} tokens")
 
 # %% [markdown]
-# These are tokens, not words. Chat **A** is Anna's, chat **B** is Ben's. A block holds 16 tokens, so the story fills
-# two blocks and 7 rows of a third. That third block is the **tail**. This lesson is about the tail.
+# The model was trained on Jane Austen's novels. Chat **A** is Anna's, chat **B** is Ben's. A block holds 16 tokens, so
+# the story fills two blocks and 7 rows of a third. That third block is the **tail**. This lesson is about the tail.
 #
 # ## Naive answer 1: copy everything
 
@@ -91,14 +91,15 @@ print(STORY + ANNA + alone.reply("A"))
 
 # %%
 def append_in_place(world, request, at, text):
-    """Write the rows of `text` from token `at` on, wherever this chat's table points. Nobody is asked."""
+    """Write the rows of `text` from token `at` on, wherever this chat's table points."""
     tokens, live = tokenizer.encode(text), world.allocator.requests[request]
     tables = tuple([index_of(word) for word in table] for table in live.tables)
     staged = StagedRequest(request, at, at + len(tokens), tables)
     nobody = SimpleNamespace(view=lambda: [staged], wrote=lambda group: None)
     positions = torch.arange(at, at + len(tokens), device=device)
     with torch.inference_mode():
-        model.forward(torch.tensor(tokens, device=device), positions, PagedStep(world.store, nobody).attend)
+        attend = PagedStep(world.store, nobody).attend
+        model.forward(torch.tensor(tokens, device=device), positions, attend)
 
 
 # %%
@@ -141,7 +142,7 @@ print("same 47 tokens, same logits:", torch.allclose(second_word, other_second_w
 
 # %%
 def branch(tokens, child=True):
-    """A chat of `tokens` tokens. B branches and appends one token, or without `child` A does. Returns the history."""
+    """A chat of `tokens` tokens. B branches and appends one token; without `child`, A does."""
     allocator = Allocator(LAYOUT, queue_seed=lesson.QUEUE_SEED)
     history = History(allocator)
     allocator.allocate("A", tokens)
@@ -189,7 +190,8 @@ shared.speak("A", "B", tokens=3)
 recording = shared.recording("Two people, one chat", "Who may write here?")
 
 titles = [frame.title for frame in recording.frames]
-forked, copied = titles.index("Fork A into B"), titles.index("Lease the source, copy its 7 valid rows")
+forked = titles.index("Fork A into B")
+copied = titles.index("Lease the source, copy its 7 valid rows")
 Stills(recording.frame(forked), recording.frame(copied))
 
 # %% [markdown]
@@ -226,21 +228,22 @@ print("Ben: ", BEN + shared.reply("B"))
 # picture, then answer. The machine runs when you press the button, and grades you.
 
 # %%
-frames = pool.recording(branch(50).to_dict(), title="A branch at 50 tokens", question="What does it cost?").frames
-Stills(next(frame for frame in frames if frame.title == "Fork A into B"))
+fifty = pool.recording(branch(50).to_dict(), title="At 50 tokens", question="What does it cost?")
+Stills(next(frame for frame in fifty.frames if frame.title == "Fork A into B"))
 
 
 # %%
 def taken(receipt):
     """Ids of the blocks that an append took, over both groups."""
-    return [int(handle.split("@")[0]) for handle, change in receipt["refcount_deltas"].items() if change > 0]
+    return [int(handle.split("@")[0]) for handle, n in receipt["refcount_deltas"].items() if n > 0]
 
 
 def run_the_machine():
     at_50, at_48 = branch(50).now.receipt, branch(48).now.receipt
     opens = [n for n in (47, 48, 49, 50) if branch(n, child=False).now.receipt["new_bundles"]]
-    return {"rows": at_50["copied_rows"], "bytes": at_50["copy_payload_bytes"], "capacity": at_50["new_capacity_bytes"],
-            "ids": taken(at_50), "none": at_48["copied_rows"], "opens": opens}
+    return {"rows": at_50["copied_rows"], "bytes": at_50["copy_payload_bytes"],
+            "capacity": at_50["new_capacity_bytes"], "ids": taken(at_50),
+            "none": at_48["copied_rows"], "opens": opens}
 
 
 quiz = lesson.Predictions([
@@ -252,7 +255,7 @@ quiz = lesson.Predictions([
     Question("ids", "Which two block ids does he get?", "The next one in each free queue."),
     Question("none", "How many rows are copied if the chat has 48 tokens instead?",
              "A full tail is never written again, so it stays shared.", "rows"),
-    Question("opens", "No Ben, only Anna. At which of 47, 48, 49 and 50 tokens does her next append take a new block?",
+    Question("opens", "Anna alone: at which of 47, 48, 49, 50 tokens does an append take a new block?",
              "Where the length before the append is a multiple of 16.", "tokens"),
 ], run_the_machine)
 display(quiz)
@@ -264,7 +267,8 @@ display(quiz)
 
 # %%
 receipt = branch(50).now.receipt
-for name in ("copied_rows", "copy_payload_bytes", "new_capacity_bytes", "traffic_bytes", "amplification"):
+for name in ("copied_rows", "copy_payload_bytes", "new_capacity_bytes", "traffic_bytes",
+             "amplification"):
     print(f"{name:<20} {receipt[name]:,}")
 print(f"{'blocks taken':<20} {' and '.join(map(str, taken(receipt)))}")
 print(f"{'copying everything':<20} {50 * here:,} bytes")
@@ -284,8 +288,10 @@ WAY = {BOUNDARY: "new block", IN_PLACE: "in place", COPY_ON_WRITE: "copy, then w
 edge = []
 for n in (15, 16, 17, 31, 32, 33, 47, 48, 49):
     anna, ben = branch(n, child=False).now.receipt, branch(n).now.receipt
-    edge.append([n, n % 16, (n + 1) % 16, WAY[anna["paths"]["A"]], WAY[ben["paths"]["B"]], ben["copied_rows"]])
-Table(["len before", "len before % 16", "len after % 16", "Anna alone", "Ben, after a branch", "rows copied"], edge)
+    ways = WAY[anna["paths"]["A"]], WAY[ben["paths"]["B"]]
+    edge.append([n, n % 16, (n + 1) % 16, *ways, ben["copied_rows"]])
+Table(["len before", "before % 16", "after % 16", "Anna alone", "Ben, after a branch", "rows copied"],
+      edge)
 
 # %% [markdown]
 # A branch never starts in place. At 16, 32 and 48 tokens its new block is the one that anybody would take, so nothing
@@ -306,8 +312,10 @@ broken = []
 for s in did[:-1]:
     broke = lesson.break_off(fragile.allocator, s.step, s.group, lambda: fragile.read("B", BEN))
     same_rows = all(torch.equal(a, b) for a, b in zip(rows, fragile.rows("A"), strict=True))
-    broken.append([s.step.replace("_", " "), s.group, broke, fragile.allocator.digest == digest, same_rows])
-Table(["the plug is pulled after", "group", "broke off", "same digest", "Anna's rows equal to the bit"], broken)
+    same_digest = fragile.allocator.digest == digest
+    broken.append([s.step.replace("_", " "), s.group, broke, same_digest, same_rows])
+Table(["the plug is pulled after", "group", "broke off", "same digest", "Anna's rows the same, to the bit"],
+      broken)
 
 # %% [markdown]
 # Nothing happened, wherever it broke. Copied rows may lie in the hatched block, but no table leads there. And a
@@ -319,7 +327,7 @@ fragile.read("B", BEN)
 fragile.allocator.check()
 
 plugged = fragile.recording("The plug, pulled between the groups", "What is left behind?").frames
-half = next(n for n, f in enumerate(plugged) if f.kind == "refused" and "in g0 first" in plugged[n - 1].title)
+half = 1 + next(n for n, frame in enumerate(plugged) if "in g0 first" in frame.title)
 Stills(plugged[half], plugged[half + 1])
 
 
@@ -364,7 +372,8 @@ display(lab)
 
 # %%
 everything = lesson.refusals(trace)
-print(sum(row[-1] == "= unchanged" for row in everything.rows), "of", len(everything.rows), "refused, digest unchanged")
+unchanged = sum(row[-1] == "= unchanged" for row in everything.rows)
+print(f"{unchanged} of {len(everything.rows)} refused, digest unchanged")
 display(everything)
 
 # %% [markdown]
@@ -381,7 +390,8 @@ rectangles = lesson.copying_world(model, tokenizer, chats=8, max_length=length +
 prompts = conversation.encode(branched.setup, tokenizer)
 duplicated = rectangles.engine.run(prompts, Sampling(12, 0.8, seed=3))
 
-print("same texts all three times:", branched.run.outputs == computed.run.outputs == duplicated.outputs)
+same = branched.run.outputs == computed.run.outputs == duplicated.outputs
+print("same texts all three times:", same)
 for name in "ABC":
     print(f"{name}: …{STORY[-12:]}{branched.texts[name]}")
 
@@ -389,17 +399,19 @@ for name in "ABC":
 # %%
 def peak(history):
     """The most blocks in use at once, over both groups, and their bytes."""
-    sizes = {g.group_id: g.page_size_bytes for g in branched.layout.groups}
-    states = [step.committed["blocks"] for step in history]
-    used = [{g: sum(n > 0 for n in columns["ref_cnt"]) for g, columns in blocks.items()} for blocks in states]
-    return max((sum(row.values()), sum(n * sizes[g] for g, n in row.items())) for row in used)
+    sizes, most = [g.page_size_bytes for g in branched.layout.groups], (0, 0)
+    for step in history:
+        used = [sum(n > 0 for n in columns["ref_cnt"]) for columns in step.committed["blocks"].values()]
+        most = max(most, (sum(used), sum(n * size for n, size in zip(used, sizes, strict=True))))
+    return most
 
 
 moved = sum(step.receipt["copy_payload_bytes"] for step in branched.history if step.receipt)
 reserved = 8 * rectangles.memory.max_length * here
-Table(["eight answers", "rows computed", "bytes copied", "blocks at the peak", "bytes of memory at the peak"],
+copied_bytes = rectangles.memory.bytes_copied
+Table(["eight answers", "rows computed", "bytes copied", "blocks at the peak", "bytes at the peak"],
       [["branch, copy on write", branched.run.rows_computed, moved, *peak(branched.history)],
-       ["branch, copy everything", duplicated.rows_computed, rectangles.memory.bytes_copied, "8 rectangles", reserved],
+       ["branch, copy everything", duplicated.rows_computed, copied_bytes, "8 rectangles", reserved],
        ["no branch, compute again", computed.run.rows_computed, 0, *peak(computed.history)]])
 
 # %% [markdown]
@@ -442,7 +454,8 @@ other = history.fork(fork_at, Allocator(LAYOUT))
 other.machine.append("A", 7)
 other.machine.append("B", 7)
 pasts = [[s.digest for s in h][: fork_at + 1] for h in (history, other)]
-print("same past:", pasts[0] == pasts[1], " same present:", history.steps[-1].digest == other.now.digest)
+print("same past:", pasts[0] == pasts[1])
+print("same present:", history.steps[-1].digest == other.now.digest)
 
 # %%
 appends = {name: [s.receipt for s in h if s.receipt and s.op["op"] == "append"][:2]
@@ -455,7 +468,7 @@ Table(["future", "who writes", "path", "rows copied"],
 # Whoever writes first pays for the copy. The last owner keeps the block. Step back through the other future:
 
 # %%
-what_if = pool.recording(other.to_dict(), title="What if Anna writes first?", question="Who pays?", reasons=REASONS)
+what_if = pool.recording(other.to_dict(), title="What if Anna writes first?", question="Who pays?")
 display(widget(what_if, frame=len(what_if.frames) - 1))
 print(*what_if.frames[-1].text().split("\n")[:2], sep="\n")
 

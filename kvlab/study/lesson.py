@@ -188,8 +188,8 @@ class Comparison:
 class Stills:
     """Frames of a recording as one picture, each under its title; the text twin is its repr.
 
-    They stand one under another: side by side their smallest words would be too small to read. What is empty below
-    the last row of a picture is cut off.
+    They stand one under another, as wide as the page allows: side by side their smallest words could not be read.
+    What is empty below the last row of a picture is cut off.
     """
 
     def __init__(self, *frames: Frame) -> None:
@@ -205,8 +205,8 @@ class Stills:
             parts.append(f'<text x="2" y="{y + 20}" font-weight="600" fill="#1b1f24">{escape(frame.title)}</text>')
             parts.append(f'<svg y="{y + 30}" width="{width}" height="{shown}">{frame.svg()}</svg>')
             y += 30 + shown
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" '
-                f'font-family="system-ui, sans-serif" font-size="15" style="max-width:100%;height:auto">\n'
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="100%" '
+                f'font-family="system-ui, sans-serif" font-size="15">\n'
                 f'<rect width="{width}" height="{y}" fill="#ffffff"/>\n{"".join(parts)}</svg>\n')
 
 

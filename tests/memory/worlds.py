@@ -58,8 +58,9 @@ def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: li
         "touch": {"request": new, "blocks": picked},
         "evict": {"blocks": picked},
     }
-    if kind == "end":
-        kind = "append" if len(names) < 3 else ("release", "cancel")[b % 2]
+    crowded = len(names) >= len(spare)
+    if kind == "end" or (crowded and kind in ("allocate", "fork", "touch") and b != ODD):
+        kind = ("release", "cancel")[b % 2] if crowded or len(names) > 2 else "append"
     return {"op": "append" if kind == "decode" else kind, **arguments.get(kind, {"request": name})}
 
 
