@@ -79,15 +79,19 @@ class PagedStore:
         self.v[g][local].index_put_((blocks, offsets), v)
 
     def poison(self, event: Event) -> None:
-        """An allocator observer: fill every freed block with NaN, so that no recycled row is read unseen."""
-        if event.kind != "committed" or event.receipt is None:
+        """An allocator observer: fill every freed block with NaN, so that no recycled row is read unseen.
+
+        A block that keeps a cached identity keeps its rows: somebody may find it again.
+        """
+        if event.kind != "committed":
             return
-        for text in event.receipt.to_dict()["freed"]:
+        for text in event.receipt.freed:
             block = int(text.partition("@")[0])
-            for g, group in enumerate(self.layout.groups):
-                if 0 <= block - group.first_block_id < group.num_blocks:
-                    self.k[g][:, block - group.first_block_id] = torch.nan
-                    self.v[g][:, block - group.first_block_id] = torch.nan
+            for g, pool in enumerate(event.txn.allocator.pools):
+                index = block - pool.first_block_id
+                if 0 <= index < pool.num_blocks and index not in pool.keys:
+                    self.k[g][:, index] = torch.nan
+                    self.v[g][:, index] = torch.nan
 
 
 class PagedStep:

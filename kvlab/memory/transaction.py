@@ -115,7 +115,7 @@ class AllocatorTxn:
         mover = self.allocator.mover
         for g, group in enumerate(self.groups):
             intents = [c for c in self.copies if c.group == g]
-            if not intents:
+            if not intents or g in self._copied:
                 continue
             try:
                 moved = sum(mover(c.group, c.src, c.dst, c.rows) if mover else c.rows for c in intents)
@@ -143,8 +143,7 @@ class AllocatorTxn:
 
     def finish_writes(self) -> None:
         """Copy, and report every group as written: for callers that keep no rows, or have written them all."""
-        if self.copies and not self._copied:
-            self.copy()
+        self.copy()
         if self.plan.writes:
             for group in self.groups:
                 self.wrote(group.group_id)

@@ -16,6 +16,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvlab.memory.kv_store import Memory
+    from kvlab.serving.engine import LanguageModel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +59,7 @@ def interleaved(ours: Callable[[], float], theirs: Callable[[], float], rounds: 
 
 
 # ---------------------------------------------------------------- decoding
-def decode_rate(model, memory, prompt: list[int], tokens: int) -> float:
+def decode_rate(model: LanguageModel, memory: Memory, prompt: list[int], tokens: int) -> float:
     """Tokens per second of greedy single-sequence decoding after a prompt, prefill excluded."""
     from kvlab.serving.engine import Engine
 
@@ -64,7 +69,7 @@ def decode_rate(model, memory, prompt: list[int], tokens: int) -> float:
     for _ in range(tokens):
         logits = engine.extend({"A": [int(logits.argmax())]})["A"]
     took = time.perf_counter() - began
-    engine.release("A")
+    memory.release("A")
     return tokens / took
 
 
@@ -120,8 +125,7 @@ def _server(port: int) -> Iterator[str]:
         process.wait()
 
 
-STEP = """async () => {
-  const button = document.querySelector('.kvs .next'), root = document.querySelector('.kvs');
+STEP = """async button => {
   const began = performance.now(); button.click();
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
   return performance.now() - began; }"""
@@ -151,7 +155,7 @@ def app() -> Iterator[Row]:
         ready = time.perf_counter() - began
         steps = []
         for _ in range(9):
-            steps.append(page.evaluate(STEP))
+            steps.append(page.locator(".kvs .next").evaluate(STEP))
             page.wait_for_timeout(700)
         browser.close()
     yield Row("app, first recording on the page", "s", ready, "limit", 3.0, 1.0, "lower", "first visit, server cold")

@@ -85,4 +85,4 @@ class AgainstTheModel(RuleBasedStateMachine):
 
 
 TestAgainstTheModel = AgainstTheModel.TestCase
-TestAgainstTheModel.settings = settings(QUICK, max_examples=60, stateful_step_count=40)
+TestAgainstTheModel.settings = settings(QUICK, max_examples=50, stateful_step_count=40)

@@ -144,7 +144,7 @@ def test_the_first_digest_names_the_queue_order(seed):
     assert Allocator(layout_of(EQUAL), queue_seed=seed).digest in digests
 
 
-@settings(QUICK, max_examples=30)
+@settings(QUICK, max_examples=20)
 @given(world=st.sampled_from(WORLDS), seed=SEEDS, history=HISTORIES)
 def test_the_kept_digest_is_the_one_from_nothing(world, seed, history):
     machine = Allocator(layout_of(world), queue_seed=seed)

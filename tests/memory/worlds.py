@@ -1,16 +1,20 @@
-"""Small allocators for the tests of this room, and pictures of their whole state; it asserts nothing."""
+"""Small allocators for the tests of this room, and pictures of their whole state: what the tests here share."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from kvlab.contract import Event
+from kvlab.contract import Event, Rejected
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
+from kvlab.memory.records import AllocationReceipt
+from kvlab.memory.transaction import AllocatorTxn
 from tests.support import FIXTURES
 
 QUICK = settings(deadline=None, derandomize=True, database=None)
@@ -130,3 +134,27 @@ def links_mirror(allocator: Allocator) -> bool:
         if forwards != backwards[::-1] or len(forwards) != pool.free_count:
             return False
     return True
+
+
+def refused(reason: str, call: Callable[..., object], *args: object) -> None:
+    """Assert that a call is refused with this reason."""
+    with pytest.raises(Rejected) as no:
+        call(*args)
+    assert no.value.reason == reason
+
+
+def shared(machine: Allocator) -> Allocator:
+    """A and D share everything, the tail of two rows included."""
+    machine.append("A")
+    machine.fork("A", "D")
+    return machine
+
+
+def staged(machine: Allocator, request: str, tokens: int = 1) -> AllocatorTxn:
+    return machine.stage({"op": "append", "request": request, "tokens": tokens})
+
+
+def finish(txn: AllocatorTxn) -> AllocationReceipt:
+    """Report every row as written, and publish."""
+    txn.finish_writes()
+    return txn.publish()
