@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-st.set_page_config(page_title="kvlab", page_icon="▦", layout="wide")
+st.set_page_config(page_title="kvlab", layout="wide")
 
 st.navigation(
     [st.Page("app_pages/two_prompts.py", title="Two prompts", url_path="two-prompts", default=True)],

@@ -50,7 +50,7 @@ class PagedStore:
     """One K and one V tensor per cache group, in the group's own axis order.
 
     `k[g]` and `v[g]` are views `[layers, num_blocks, block_size, kv_heads, head_dim]` of them, whatever the
-    memory order. Every row starts as NaN: a row that was never written cannot pass for one.
+    memory order; `layers[n]` is the group and the two views of layer n. Every row starts as NaN: a row that was never written cannot pass for one.
     """
 
     def __init__(self, layout: CacheLayoutManifest, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -59,7 +59,7 @@ class PagedStore:
         if any(g.scalar_bytes != width for g in layout.groups):
             raise ValueError(f"the layout's scalar_bytes must be {width} for {dtype}")
         self.k, self.v = ([self._tensor(g) for g in layout.groups] for _ in range(2))
-        self.place = [(g, layer) for g, group in enumerate(layout.groups) for layer in range(group.layers)]
+        self.layers = [(g, k, v) for g in range(len(layout.groups)) for k, v in zip(self.k[g], self.v[g], strict=True)]
         self.last_layer = {group.layer_end - 1: group.group_id for group in layout.groups}
 
     def _tensor(self, group: CacheGroup) -> Tensor:
@@ -74,9 +74,9 @@ class PagedStore:
 
     def write_rows(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Write n rows of one layer: row i goes to `offsets[i]` of block `blocks[i]` (int64 `[n]`)."""
-        g, local = self.place[layer]
-        self.k[g][local].index_put_((blocks, offsets), k)
-        self.v[g][local].index_put_((blocks, offsets), v)
+        _, keys, values = self.layers[layer]
+        keys.index_put_((blocks, offsets), k)
+        values.index_put_((blocks, offsets), v)
 
     def poison(self, event: Event) -> None:
         """An allocator observer: fill every freed block with NaN, so that no recycled row is read unseen.
@@ -109,10 +109,10 @@ class PagedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store = self.store
-        g, local = store.place[layer]
+        g, keys, values = store.layers[layer]
         store.write_rows(layer, *self.slots[g], k, v)
-        out = paged_attention(q, store.k[g][local], store.v[g][local], self.tables[g], self.context_lengths,
-                              self.query_lengths, q.shape[-1] ** -0.5)
+        out = paged_attention(q, keys, values, self.tables[g], self.context_lengths, self.query_lengths,
+                              q.shape[-1] ** -0.5)
         if layer in store.last_layer:
             self.txn.wrote(store.last_layer[layer])
         return out

@@ -23,7 +23,7 @@ def page(query=None):
 def stage_of(at):
     assert not at.exception, at.exception
     (element,) = at.get("bidi_component")
-    return json.loads(element.proto.json)
+    return dict(zip(("recording", "frame", "report", "seek"), json.loads(element.proto.json), strict=True))
 
 
 def press(at):

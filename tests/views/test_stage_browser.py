@@ -313,7 +313,8 @@ def test_streamlit_host(show) -> None:
     page.evaluate("""() => {
       window.sent = [];
       const parentElement = document.querySelector('main').attachShadow({ mode: 'open' });
-      window.run = data => host({ parentElement, data, setStateValue: (k, v) => sent.push([k, v]) });
+      const list = d => [d.recording, d.frame, d.report, d.seek];
+      window.run = d => host({ parentElement, data: list(d), setStateValue: (k, v) => sent.push([k, v]) });
       window.node = () => parentElement.querySelector('.kvs');
       run({ recording: rec, frame: 1, report: false });
       window.born = node();

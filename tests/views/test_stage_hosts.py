@@ -56,5 +56,5 @@ def test_component_sends_the_recording_once_with_its_frame() -> None:
     at = AppTest.from_function(_page, default_timeout=30).run()
     assert not at.exception
     sent = json.loads(at.get("bidi_component")[0].proto.json)
-    assert sent == {"recording": story().to_dict(), "frame": 2, "report": True, "seek": "a"}
+    assert sent == [story().to_dict(), 2, True, "a"]
     assert at.markdown[0].value == "picked None, frame None"

@@ -91,7 +91,8 @@ def component(name: str = "kvlab_stage") -> Callable[..., Any]:
         `frame` is where a new recording begins. Later it counts only together with a new `seek` token: then the stage
         goes there. With `report` every frame at rest reruns the page and stands in `result.frame`.
         """
-        data = {"recording": recording, "frame": frame, "report": report, "seek": seek}
+        # A list, not a dict: in a dict Streamlit looks for data frames, and imports pandas for it (seconds, once).
+        data = [recording, frame, report, seek]
         return mount(data=data, key=key, on_picked_change=_nothing, on_frame_change=_nothing)
 
     return stage

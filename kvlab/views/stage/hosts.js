@@ -20,7 +20,8 @@ function render({ model, el: host }) {
 // Streamlit calls again on every rerun with the same parent: what is already playing goes on playing.
 const mounted = new WeakMap();
 
-function streamlit({ parentElement, data, setStateValue }) {
+function streamlit({ parentElement, data: [recording, frame, report, seek], setStateValue }) {
+  const data = { recording, frame, report, seek };
   const had = mounted.get(parentElement);
   if (had && parentElement.querySelector(".kvs")) rerun(had, data, setStateValue);
   else mounted.set(parentElement, first(parentElement, data, setStateValue));
