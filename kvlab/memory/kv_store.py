@@ -50,7 +50,8 @@ class PagedStore:
     """One K and one V tensor per cache group, in the group's own axis order.
 
     `k[g]` and `v[g]` are views `[layers, num_blocks, block_size, kv_heads, head_dim]` of them, whatever the
-    memory order; `layers[n]` is the group and the two views of layer n. Every row starts as NaN: a row that was never written cannot pass for one.
+    memory order; `layers[n]` is the group and the two views of layer n. Every row starts as NaN: a row that was
+    never written cannot pass for one.
     """
 
     def __init__(self, layout: CacheLayoutManifest, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
