@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -88,3 +93,28 @@ def serve(content: Path | str | Mapping[str, str]) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running_server(command: Sequence[str], ask: str, folder: Path, log: Path, **env: str) -> Iterator[None]:
+    """A server process in `folder` that has answered at the address `ask`; AssertionError with its log if it died."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=out, stderr=out)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(ask, timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager
 
 import pytest
 
-from tests.browser import browser_page
+from tests.browser import browser_page, free_port, running_server
 from tests.support import ROOT
 
 pytestmark = pytest.mark.browser
 
 
-@contextmanager
-def app_server():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "streamlit", "run", "app", "--server.headless=true", f"--server.port={port}",
-               "--server.address=127.0.0.1", "--browser.gatherUsageStats=false"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               env=os.environ | {"STREAMLIT_SERVER_FILE_WATCHER_TYPE": "none"})
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=1).close()
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
 @pytest.fixture(scope="module")
-def address():
-    with app_server() as where:
+def address(tmp_path_factory):
+    where = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "streamlit", "run", "app", "--server.headless=true", f"--server.port={port}",
+               "--server.address=127.0.0.1", "--server.fileWatcherType=none", "--browser.gatherUsageStats=false"]
+    with running_server(command, f"{where}/_stcore/health", ROOT, tmp_path_factory.mktemp("app") / "log"):
         yield where
 
 

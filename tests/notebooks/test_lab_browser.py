@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.browser import browser_page
+from tests.browser import browser_page, free_port, running_server
 from tests.notebooks.test_lessons import build
 from tests.support import ROOT, require
 
@@ -39,12 +34,6 @@ PLACES = """() => Object.fromEntries([...document.querySelectorAll('.kvs [data-k
   shape => [shape.dataset.key, shape.getAttribute('transform')]))"""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def jupyter_lab(folder: Path) -> Iterator[str]:
     """A JupyterLab over `folder`, with settings of its own; yields its address."""
@@ -58,21 +47,9 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
     own = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
     own |= {"PYTHONPATH": str(ROOT), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces")}
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            assert process.poll() is None, (folder / "server.log").read_text()
-            try:
-                urllib.request.urlopen(f"{address}/api?token={TOKEN}", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
+    with running_server(command, f"{address}/api?token={TOKEN}", folder, folder / "server.log", **own):
         yield address
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def until_the_stage(path: Path) -> nbformat.NotebookNode:
