@@ -156,20 +156,20 @@ class Allocator:
         return self._receipt(txn, before, deltas, evicted, freed)
 
     def _apply_group(self, g: int, group: GroupChange, deltas: dict, evicted: list, freed: list) -> None:
-        pool, text = self.pools[g], self.pools[g].text
+        pool = self.pools[g]
         for word, rows in zip(group.fresh, group.fresh_rows, strict=True):
             if key := pool.begin(index_of(word), rows):
                 evicted.append(key)
-            deltas[text(word)] = 1
+            deltas[g, word] = 1
         for word in group.shared:
             pool.add_ref(index_of(word))
-            deltas[text(word)] = deltas.get(text(word), 0) + 1
+            deltas[g, word] = deltas.get((g, word), 0) + 1
         if group.in_place is not None:
             pool.set_rows(index_of(group.in_place), group.in_place_rows)
         for word in group.dropped:
-            deltas[text(word)] = deltas.get(text(word), 0) - 1
+            deltas[g, word] = deltas.get((g, word), 0) - 1
             if pool.drop_ref(index_of(word)):
-                freed.append(text(word))
+                freed.append(pool.text(word))
 
     def _apply_request(self, change: RequestChange) -> None:
         request_id, request = change.request_id, change.before
@@ -195,8 +195,9 @@ class Allocator:
             useful_new_rows=rows, new_physical_blocks=sum(fresh),
             copied_rows=max((sum(c.rows for c in txn.copies if c.group == g) for g in range(len(groups))), default=0),
             copy_payload_bytes=sum(c.rows * groups[c.group].row_bytes for c in txn.copies),
-            refcount_deltas=tuple(deltas.items()), allocator_epoch_after=self.epoch, outcome="committed",
-            operation=plan.operation, reason=plan.reason, requests=tuple(c.request_id for c in plan.changes),
+            refcount_deltas=tuple((self.pools[g].text(word), n) for (g, word), n in deltas.items()),
+            allocator_epoch_after=self.epoch, outcome="committed", operation=plan.operation, reason=plan.reason,
+            requests=tuple(c.request_id for c in plan.changes),
             paths=tuple((c.request_id, c.path) for c in plan.changes if c.path), new_bundles=max(fresh, default=0),
             new_capacity_bytes=sum(n * g.page_size_bytes for n, g in zip(fresh, groups, strict=True)),
             write_bytes=rows * self.layout.row_bytes, freed=tuple(freed), evicted_identities=tuple(evicted),
