@@ -81,6 +81,11 @@ def test_conda_environment_agrees_with_the_package():
     assert "dev" in project["optional-dependencies"]
 
 
+def test_the_app_starts_without_a_question_at_the_terminal():
+    config = tomllib.loads((ROOT / ".streamlit" / "config.toml").read_text())
+    assert config["server"]["showEmailPrompt"] is False
+
+
 def test_every_dependency_is_pinned_and_no_pin_is_local():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [d for ds in project["optional-dependencies"].values() for d in ds]

@@ -159,6 +159,17 @@ def test_copy_moves_exactly_the_valid_rows():
             assert torch.isnan(tensor[:, b, 11:]).all()
 
 
+def test_freed_rows_are_poisoned_unless_somebody_may_find_them_again():
+    model, tokenizer = model_of("austen")
+    memory = paged(model)
+    Engine(model, memory).extend({"A": tokenizer.encode(PAIR[0])[:20]})
+    full, tail = (word & 0xFFFFFFFF for word in memory.allocator.requests["A"].tables[0])
+    memory.allocator.apply({"op": "cache_full", "request": "A", "blocks": [0], "keys": ["7be1"]})
+    memory.release("A")
+    assert torch.isfinite(memory.store.k[0][:, full]).all() and torch.isfinite(memory.store.v[0][:, full]).all()
+    assert torch.isnan(memory.store.k[0][:, tail]).all() and torch.isnan(memory.store.v[0][:, tail]).all()
+
+
 def test_sharing_without_copying_would_change_the_neighbours_words():
     """The harm that copy-on-write prevents: B's row in A's block, and A's next logits are not A's any more."""
     model, tokenizer = model_of("austen")
