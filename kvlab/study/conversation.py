@@ -50,6 +50,14 @@ def encode(setup: Setup, tokenizer: Tokenizer) -> dict[str, list[int]]:
     return prompts
 
 
+def check_lengths(setup: Setup, prompts: dict[str, list[int]], limit: int) -> None:
+    """ValueError where a prompt and its new tokens pass the `limit` tokens that the model's positions reach."""
+    for request, ids in prompts.items():
+        if len(ids) + setup.max_new_tokens > limit:
+            raise ValueError(f"Prompt {request} has {len(ids)} tokens. With {setup.max_new_tokens} new ones that is "
+                             f"more than the {limit} tokens this model can hold. Shorten it, or ask for fewer.")
+
+
 def layout_for(setup: Setup, model: Model, lengths: Sequence[int]) -> CacheLayoutManifest:
     """The two cache groups of a run: three quarters of the model's layers and one quarter."""
     blocks = setup.num_blocks or blocks_needed(lengths, setup.max_new_tokens, setup.block_size) + SPARE_BLOCKS
@@ -62,9 +70,11 @@ def play(setup: Setup, model: Model, tokenizer: Tokenizer,
          progress: Callable[[int, int], None] | None = None) -> Played:
     """Run the model for real and record every transaction of its memory.
 
-    Raises `Rejected` (for example `out_of_memory`) where the pool is too small for the prompts.
+    Raises `Rejected` (for example `out_of_memory`) where the pool is too small for the prompts, ValueError where
+    they are too long for the model.
     """
     prompts = encode(setup, tokenizer)
+    check_lengths(setup, prompts, model.config.max_position)
     layout = layout_for(setup, model, [len(p) for p in prompts.values()])
     allocator = Allocator(layout, queue_seed=setup.seed)
     store = PagedStore(layout, model.dtype, model.device)

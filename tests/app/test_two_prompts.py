@@ -84,6 +84,7 @@ def test_a_link_that_no_longer_matches_says_what():
     ({"p": ["one"], "m": "/nowhere/model.gguf"}, "/nowhere/model.gguf"),
     ({"p": ["one and two and three and four"], "pool": "1", "b": "4"}, "out_of_memory"),
     ({"p": [" "]}, "prompt"),
+    ({"p": ["so long a letter " * 200]}, "can hold"),
     ({"p": ["one"], "chat": "1"}, "plain text"),
 ])
 def test_mistakes_are_messages_and_never_tracebacks(query, says):

@@ -77,6 +77,11 @@ def test_a_pool_that_is_too_small_is_refused_by_name(austen):
         play(replace(OPENING, num_blocks=2), *austen)
 
 
+def test_a_prompt_longer_than_the_model_reaches_is_refused_in_words(austen):
+    with pytest.raises(ValueError, match="512 tokens this model can hold"):
+        play(replace(OPENING, prompts=("word " * 600,)), *austen)
+
+
 def test_a_link_carries_every_input_and_the_frame():
     setup = Setup(("one", "two"), "smollm2", 8, 5, 0.5, 3, 9, 2, False, True, 40)
     link = Link(setup, "ab" * 32, "0123", 7)
