@@ -12,7 +12,7 @@ def _check(args: argparse.Namespace) -> int:
     from kvlab.study import fixtures
 
     paths = [Path(args.fixture)] if args.fixture else fixtures.all_fixtures()
-    results = {}
+    results = []
     for path in paths:
         try:
             fixture = fixtures.load_fixture(path)
@@ -20,11 +20,11 @@ def _check(args: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 2
         if args.loop is None or fixture["loop"] == args.loop:
-            results[fixture["fixture"]] = fixtures.check_fixture(fixture)
+            results.append((fixture, fixtures.check_fixture(fixture)))
     if not results:
         print(f"no fixture of loop {args.loop}", file=sys.stderr)
         return 2
-    counts = fixtures.report(results)
+    counts = fixtures.report([(fixture["loop"], kinds) for fixture, kinds in results])
     if args.json:
         print(json.dumps(counts, indent=1))
     else:
@@ -32,11 +32,11 @@ def _check(args: argparse.Namespace) -> int:
     return int(any(kind["failed"] for row in counts.values() for kind in row.values()))
 
 
-def _print_check(results: dict) -> None:
-    print(f"{'fixture':<28}{'values':>12}{'refusals':>12}")
-    for name, kinds in results.items():
+def _print_check(results: list) -> None:
+    print(f"{'loop':<6}{'fixture':<28}{'values':>14}{'refusals':>14}")
+    for fixture, kinds in results:
         cells = [f"{sum(v.held for v in verdicts)} of {len(verdicts)}" for verdicts in kinds.values()]
-        print(f"{name:<28}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{fixture['loop']:<6}{fixture['fixture']:<28}" + "".join(f"{cell:>14}" for cell in cells))
         for verdicts in kinds.values():
             for v in verdicts:
                 if not v.held:

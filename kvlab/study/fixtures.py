@@ -5,7 +5,8 @@ independent derivation, never from what the code printed.
 
 A fixture is JSON: {"fixture", "loop", "title", "machine", "base": snapshot, "trace": [step], "expect": [value],
 "negatives": [negative]}.
-    step      {"name", "do": apply|stage|copied|wrote|publish|rollback|fault|admit_writer, ..., "refused"?: reason}
+    step      {"name", "do": apply|ask|stage|copied|wrote|publish|rollback|fault|admit_writer, ..., "refused"?: reason}
+              "ask" puts a question ({"ask": word, ...}) that changes nothing; its answer is plain data
     value     {"id", "step", "pointer": JSON pointer into the step's result, "equals"}
     negative  {"id", "reason", "what", "at": step name, "do": [step]}       one more operation, or
               {"id", "reason", "what", "at"?: step name, "patch": [RFC 6902]}   a malformed snapshot to load
@@ -61,14 +62,14 @@ class Session:
         elif verb == "admit_writer":
             self.machine.admit_writer(step["request"], step["handles"])
         elif verb == "apply":
-            txn = self.machine.stage(step["op"])
-            txn.finish_writes()
-            out["receipt"] = txn.publish().to_dict()
+            out["receipt"] = self.machine.apply(step["op"]).to_dict()
+        elif verb == "ask":
+            out["answer"] = self.machine.ask(step["question"])
         else:
             receipt = getattr(txn, verb)(*[step[k] for k in ("group", "rows") if k in step])
             if receipt is not None:
                 out["receipt"] = receipt.to_dict()
-        if txn is not None:
+        if txn is not None and verb != "apply":
             out |= {"log": list(txn.log), "staged": txn.staged()}
         return out | {"state": self.machine.snapshot()}
 
@@ -115,7 +116,7 @@ def load_fixture(path: Path) -> Json:
 
 def all_fixtures(folder: Path = FIXTURES) -> list[Path]:
     """The fixtures of the repository, in order."""
-    return sorted(folder.glob("loop*.json"))
+    return sorted([*folder.glob("loop*.json"), *folder.glob("incidents_*.json")])
 
 
 def play(fixture: Json, until: str | None = None) -> Session:
@@ -189,9 +190,12 @@ def reasons_hit(paths: list[Path]) -> Iterator[str]:
         yield from (negative["reason"] for negative in fixture.get("negatives", ()))
 
 
-def report(results: dict[str, dict[str, list[Verdict]]]) -> Json:
-    """Counts for machines: per fixture and kind, how many held and the ids that failed."""
-    return {name: {kind: {"held": sum(v.held for v in verdicts),
-                          "failed": [v.id for v in verdicts if not v.held]}
-                   for kind, verdicts in kinds.items()}
-            for name, kinds in results.items()}
+def report(results: list[tuple[int, dict[str, list[Verdict]]]]) -> Json:
+    """Counts for machines: per loop and kind, how many held and the ids that failed."""
+    counts: Json = {}
+    for loop, kinds in sorted(results, key=lambda row: row[0]):
+        row = counts.setdefault(str(loop), {kind: {"held": 0, "failed": []} for kind in kinds})
+        for kind, verdicts in kinds.items():
+            row[kind]["held"] += sum(v.held for v in verdicts)
+            row[kind]["failed"] += [v.id for v in verdicts if not v.held]
+    return counts
