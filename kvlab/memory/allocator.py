@@ -6,17 +6,21 @@ It owns request maps, reference counts, the free queues and the epoch. It refuse
 
 from __future__ import annotations
 
-import hashlib
 import random
 from array import array
 from collections.abc import Callable
+from hashlib import sha256
+from threading import RLock
 
-from kvlab.contract import Event, FactSum, Json, Operation, Rejected, digest_of, fact_hash
+from kvlab.contract import Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
+from kvlab.memory import direct
 from kvlab.memory.block_pool import BlockPool, index_of
+from kvlab.memory.facts import PoolFacts
 from kvlab.memory.layout import CacheLayoutManifest
-from kvlab.memory.plan import PLANNERS, GroupChange, Plan, Request, RequestChange
-from kvlab.memory.records import AllocationReceipt
-from kvlab.memory.snapshots import pool_snapshot, restore_pool, restore_request, validate_snapshot
+from kvlab.memory.plan import PLANNERS, GroupChange, Plan, RequestChange
+from kvlab.memory.records import AllocationReceipt, chained, transition
+from kvlab.memory.requests import Request
+from kvlab.memory.snapshots import pool_columns, restore_pool, restore_tables, validate_snapshot
 from kvlab.memory.transaction import PUBLISH, RELEASE, AllocatorTxn
 
 RowMover = Callable[[int, int, int, int], int]
@@ -41,19 +45,25 @@ class Allocator:
             raise ValueError(f"audit is 'state' or 'chain', not {audit!r}")
         self.layout, self.groups, self.audit, self.mover = layout, layout.groups, audit, mover
         self.observers: list[Callable[[Event], None]] = []
-        self._serial = 0
+        self.lock = RLock()
+        self.serial = 0
         self._reset()
         if queue_seed is not None:
             order = random.Random(queue_seed)
             for pool in self.pools:
-                pool.queue_up(order.sample(range(pool.num_blocks), pool.num_blocks))
+                n = pool.num_blocks
+                restore_pool(pool, {"generation": [0] * n, "ref_cnt": [0] * n, "valid_rows": [0] * n, "keys": {}},
+                             [pool.first_block_id + i for i in order.sample(range(n), n)], {})
             self._seal()
 
     def _reset(self) -> None:
         self.epoch = 0
         self.requests: dict[str, Request] = {}
         self.facts = FactSum(self._read) if self.audit == "state" else None
-        self.pools = tuple(BlockPool(g.group_id, g.num_blocks, g.first_block_id, self.facts) for g in self.groups)
+        self.pools = tuple(
+            BlockPool(g.group_id, g.num_blocks, g.first_block_id, g.block_size,
+                      PoolFacts(g.group_id, g.num_blocks, self.facts) if self.facts is not None else None)
+            for g in self.groups)
         self._seal()
 
     def _seal(self) -> None:
@@ -61,7 +71,7 @@ class Allocator:
         if self.facts is not None:
             self.facts.total = self.total_from_nothing()
         else:
-            self._chain = digest_of(self.snapshot())
+            self._chain = sha256(canonical(self.snapshot())).digest()
 
     # ------------------------------------------------------------------ operations
     def stage(self, op: Operation) -> AllocatorTxn:
@@ -70,8 +80,13 @@ class Allocator:
         Raises `Rejected` with the state and digest unchanged. `expected_epoch`, `expected_table_version`,
         `expected_request_generation` and `expected_tail` in `op` are compared where they are given.
         """
-        self._serial += 1
-        txn = AllocatorTxn(self, op, f"t{self._serial}")
+        with self.lock:
+            self.serial += 1
+            txn = AllocatorTxn(self, op, self.serial)
+            txn.open(self._plan(op))
+        return txn
+
+    def _plan(self, op: Operation) -> Plan:
         try:
             expected = op.get("expected_epoch")
             if expected is not None and expected != self.epoch:
@@ -79,12 +94,10 @@ class Allocator:
             planner = PLANNERS.get(str(op.get("op")))
             if planner is None:
                 raise Rejected("unknown_operation", f"{op.get('op')!r}")
-            plan = planner(self, op)
+            return planner(self, op)
         except Rejected as no:
             self.emit(Event("refused", op, reason=no.reason, detail=no.detail))
             raise
-        txn.open(plan)
-        return txn
 
     def apply(self, op: Operation) -> AllocationReceipt:
         """Stage, copy and publish in one call: for operations between which nothing else has to happen."""
@@ -97,8 +110,15 @@ class Allocator:
                 txn.rollback()
             raise
 
-    def allocate(self, request: str, tokens: int) -> AllocationReceipt:
-        return self.apply({"op": "allocate", "request": request, "tokens": tokens})
+    allocate, release, cancel, append_batch = direct.allocate, direct.release, direct.cancel, direct.append_batch
+
+    def room(self, tokens: int) -> bool:
+        """Whether every group has spare blocks for so many tokens. O(groups)."""
+        return all([pool.spare * pool.block_size >= tokens for pool in self.pools])  # noqa: C419 - a generator costs more
+
+    def leased(self) -> bool:
+        """Whether some open transaction holds a lease. O(groups)."""
+        return any([pool.leases for pool in self.pools])  # noqa: C419 - a generator costs more
 
     def append(self, request: str, tokens: int = 1) -> AllocationReceipt:
         return self.apply({"op": "append", "request": request, "tokens": tokens})
@@ -108,12 +128,6 @@ class Allocator:
 
     def truncate(self, request: str, tokens: int) -> AllocationReceipt:
         return self.apply({"op": "truncate", "request": request, "tokens": tokens})
-
-    def release(self, request: str) -> AllocationReceipt:
-        return self.apply({"op": "release", "request": request})
-
-    def cancel(self, request: str) -> AllocationReceipt:
-        return self.apply({"op": "cancel", "request": request})
 
     def admit_writer(self, request: str, handles: dict[str, str]) -> None:
         """May whoever holds these handles still write into this request's tail? (article 0x05F)
@@ -128,24 +142,26 @@ class Allocator:
             word = pool.word(handles[group.group_id])
             if not pool.current(word) or table[-1] != word:
                 raise Rejected("stale_block_generation", f"{handles[group.group_id]} is not the tail of {request}")
-            if pool.ref_cnt[index_of(word)] != 1:
+            if pool.refs(index_of(word)) != 1:
                 raise Rejected("in_place_shared_tail_write", f"{pool.text(word)} has other owners")
 
     # ------------------------------------------------------------------ the one point of publication
     def commit(self, txn: AllocatorTxn) -> AllocationReceipt:
         """Apply a checked transaction to every group and request; called by `AllocatorTxn.publish` only."""
-        before, plan, deltas = self.digest, txn.plan, {}
+        before, plan, runs, freed, evicted = self._digest, txn.plan, [], [], []
         self._touch(("epoch",))
-        evicted, freed = [], []
         for change in plan.changes:
+            self._note_rows(change)
             for g, group in enumerate(change.groups):
-                self._apply_group(g, group, deltas, evicted, freed)
+                self._apply_group(g, group, runs, freed, evicted)
             self._apply_request(change)
         for g, word, key in plan.identities:
             pool, index = self.pools[g], index_of(word)
             if key is None and (old := pool.keys.get(index)):
                 evicted.append(old)
             pool.set_key(index, key)
+        for request in plan.reads:
+            request.share(tail=plan.operation == "fork")
         self.epoch += 1
         txn.phase = "PUBLISHED"
         txn.log.append(PUBLISH)
@@ -153,59 +169,64 @@ class Allocator:
         if txn.copies:
             txn.log.append(RELEASE)
         self._settle(plan)
-        return self._receipt(txn, before, deltas, evicted, freed)
+        return AllocationReceipt(
+            txn.serial, before, self._digest, self.epoch, plan.operation, plan.reason, self.layout,
+            tuple(c.request_id for c in plan.changes), sum(c.new_rows for c in plan.changes),
+            tuple(c.path for c in plan.changes),
+            tuple(sum(len(c.groups[g].fresh) for c in plan.changes) for g in range(len(self.groups))),
+            tuple(runs), tuple(freed), tuple((c.group, c.rows) for c in txn.copies), tuple(evicted))
 
-    def _apply_group(self, g: int, group: GroupChange, deltas: dict, evicted: list, freed: list) -> None:
+    def _note_rows(self, change: RequestChange) -> None:
+        """Write down rows that tables alone will not tell: of a tail shared from now on, or seen less of than it is."""
+        for g, (pool, group) in enumerate(zip(self.pools, change.groups, strict=True)):
+            size, j = pool.block_size, group.keep + len(group.shared) - 1
+            if group.shared:
+                word, context = group.shared[-1], change.context
+            elif change.before and change.context < change.before.context:
+                word, context = change.before.tables[g][j], change.before.context
+            else:
+                continue
+            rows = pool.valid_rows(index_of(word), min(size, context - j * size))
+            if rows < size or change.context - j * size < rows:
+                pool.rows[index_of(word)] = rows
+
+    def _apply_group(self, g: int, group: GroupChange, runs: list, freed: list, evicted: list) -> None:
         pool = self.pools[g]
         for word, rows in zip(group.fresh, group.fresh_rows, strict=True):
-            if key := pool.begin(index_of(word), rows):
+            if key := pool.begin(word, rows):
                 evicted.append(key)
-            deltas[g, word] = 1
         for word in group.shared:
-            pool.add_ref(index_of(word))
-            deltas[g, word] = deltas.get((g, word), 0) + 1
+            pool.add_ref(word)
         if group.in_place is not None:
             pool.set_rows(index_of(group.in_place), group.in_place_rows)
-        for word in group.dropped:
-            deltas[g, word] = deltas.get((g, word), 0) - 1
-            if pool.drop_ref(index_of(word)):
-                freed.append(pool.text(word))
+        gone = [word for word in group.dropped if pool.drop_ref(word)]
+        runs += [(g, n, words) for n, words in ((1, group.fresh), (1, group.shared), (-1, group.dropped)) if words]
+        if gone:
+            freed.append((g, 0, gone))
 
     def _apply_request(self, change: RequestChange) -> None:
         request_id, request = change.request_id, change.before
         self._touch(("request", request_id))
+        shared = any(group.shared for group in change.groups)
         if request is None:
-            tables = [array("q") for _ in self.groups]
-            request = self.requests[request_id] = Request(request_id, self.epoch + 1, 0, 0, tables)
+            request = self.requests[request_id] = Request(
+                request_id, [array("q") for _ in self.groups], self.epoch + 1, 0, 0, not shared)
         for g, (group, table) in enumerate(zip(change.groups, request.tables, strict=True)):
             added = (*group.shared, *group.fresh)
             for j in range(group.keep, max(len(table), group.keep + len(added))):
                 self._touch(("entry", request_id, g, j))
             table[group.keep :] = array("q", added)
-        request.version, request.context = change.version, change.context
+        request.move(change.version, change.context, change.new_rows > 0)
         if change.ends:
             del self.requests[request_id]
-
-    def _receipt(self, txn: AllocatorTxn, before: str, deltas: dict, evicted: list, freed: list) -> AllocationReceipt:
-        plan, groups = txn.plan, self.groups
-        fresh = [sum(len(c.groups[g].fresh) for c in plan.changes) for g in range(len(groups))]
-        rows = sum(c.new_rows for c in plan.changes)
-        return AllocationReceipt(
-            transaction_id=txn.transaction_id, predecessor_digest=before, successor_digest=self.digest,
-            useful_new_rows=rows, new_physical_blocks=sum(fresh),
-            copied_rows=max((sum(c.rows for c in txn.copies if c.group == g) for g in range(len(groups))), default=0),
-            copy_payload_bytes=sum(c.rows * groups[c.group].row_bytes for c in txn.copies),
-            refcount_deltas=tuple((self.pools[g].text(word), n) for (g, word), n in deltas.items()),
-            allocator_epoch_after=self.epoch, outcome="committed", operation=plan.operation, reason=plan.reason,
-            requests=tuple(c.request_id for c in plan.changes),
-            paths=tuple((c.request_id, c.path) for c in plan.changes if c.path), new_bundles=max(fresh, default=0),
-            new_capacity_bytes=sum(n * g.page_size_bytes for n, g in zip(fresh, groups, strict=True)),
-            write_bytes=rows * self.layout.row_bytes, freed=tuple(freed), evicted_identities=tuple(evicted),
-        )
 
     # ------------------------------------------------------------------ digests
     @property
     def digest(self) -> str:
+        return self._digest if self.facts is not None else self._chain.hex()
+
+    @property
+    def _digest(self) -> str | bytes:
         return self.facts.hex() if self.facts is not None else self._chain
 
     def _touch(self, cell: tuple) -> None:
@@ -216,7 +237,7 @@ class Allocator:
         if self.facts is not None:
             self.facts.settle()
         else:
-            self._chain = hashlib.sha256(self._chain.encode() + transition_bytes(self.epoch, plan)).hexdigest()
+            self._chain = chained([self._chain, *transition(self.epoch, plan)])
 
     def _read(self, cell: tuple) -> int:
         match cell:
@@ -234,7 +255,7 @@ class Allocator:
 
     def total_from_nothing(self) -> int:
         """The state digest's number recomputed from every fact. O(pool + tables)."""
-        total = self._read(("epoch",)) + sum(pool.facts_total() for pool in self.pools)
+        total = self._read(("epoch",)) + sum(pool.facts.total() for pool in self.pools)
         for request_id, request in self.requests.items():
             total += self._read(("request", request_id))
             total += sum(self._read(("entry", request_id, g, j))
@@ -252,10 +273,20 @@ class Allocator:
         }
         return {
             "kind": "allocator", "epoch": self.epoch, "groups": self.layout.to_dict()["groups"],
-            "blocks": {p.group: pool_snapshot(p) for p in self.pools},
+            "blocks": {p.group: pool_columns(p, self._views(g)) for g, p in enumerate(self.pools)},
             "free": {p.group: [p.first_block_id + i for i in p.queue()] for p in self.pools},
             "requests": tables,
         }
+
+    def _views(self, g: int) -> dict[int, int]:
+        """The most rows that any table sees of each held block of a group, by index. O(tables)."""
+        views: dict[int, int] = {}
+        size = self.groups[g].block_size
+        for request in self.requests.values():
+            for j, word in enumerate(request.tables[g]):
+                seen = min(size, request.context - j * size)
+                views[index_of(word)] = max(seen, views.get(index_of(word), 0))
+        return views
 
     def load(self, snapshot: Json) -> None:
         """Start from a snapshot; a malformed one is refused and the present state stays."""
@@ -264,10 +295,11 @@ class Allocator:
         self.groups = self.layout.groups
         self._reset()
         self.epoch = snapshot["epoch"]
-        for pool in self.pools:
-            restore_pool(pool, snapshot["blocks"][pool.group], snapshot["free"][pool.group])
         for request_id, row in snapshot["requests"].items():
-            self.requests[request_id] = restore_request(request_id, row, self.pools)
+            self.requests[request_id] = Request(
+                request_id, restore_tables(row, self.pools), row["generation"], row["version"], row["context"], False)
+        for g, pool in enumerate(self.pools):
+            restore_pool(pool, snapshot["blocks"][pool.group], snapshot["free"][pool.group], self._views(g))
         self._seal()
 
     def check(self) -> None:
@@ -275,21 +307,16 @@ class Allocator:
 
         AssertionError if the digest that was kept along the way differs from the one computed afresh.
         """
-        validate_snapshot(self.snapshot())
-        assert self.facts is None or self.facts.total == self.total_from_nothing(), "the state digest drifted"
+        snapshot = self.snapshot()
+        validate_snapshot(snapshot)
+        if self.facts is None:
+            return
+        assert self.facts.total == self.total_from_nothing(), "the state digest drifted"
+        for pool in self.pools:
+            said = pool.facts.columns()
+            kept = snapshot["blocks"][pool.group] | {"free": list(pool.queue()), "keys": pool.keys}
+            assert said == kept, f"the audit of {pool.group} and its pool say different things"
 
     def emit(self, event: Event) -> None:
         for observer in tuple(self.observers):
             observer(event)
-
-
-def transition_bytes(epoch: int, plan: Plan) -> bytes:
-    """One committed transition as packed bytes, for the chained digest: who, what, and every handle moved."""
-    parts = [f"{epoch} {plan.operation}".encode()]
-    for change in plan.changes:
-        parts.append(f"\0{change.request_id}\0{change.version} {change.context} {change.ends}".encode())
-        for group in change.groups:
-            parts.append(f"\0{group.keep} {group.in_place} {group.in_place_rows} {len(group.shared)}".encode())
-            parts += [array("q", words).tobytes() for words in (group.dropped, group.shared, group.fresh)]
-    parts += [f"\0{g} {word} {key}".encode() for g, word, key in plan.identities]
-    return b"".join(parts)

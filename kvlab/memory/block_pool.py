@@ -1,23 +1,35 @@
-"""One cache group's blocks in packed arrays: generations, reference counts, valid rows and the free queue.
+"""One cache group's blocks: the free queue, lifetimes, shared references and weak identities, in packed form.
 
 It owns where a free block stands in line and how many references a block has. It refuses to know requests:
 who holds a block, and whether a change is allowed, is the allocator's business.
 
-    free queue (a doubly linked list through two arrays; entry n is the list's fixed end):
-        n <-> 3 <-> 7 <-> 0 <-> n        next[n] is the head, prev[n] the tail
+A block is either in the free queue or in some block table, each time as one word (generation, index). So the
+pool writes down only what a table does not say: second references, identities, rows that differ from the view.
+
+    free queue, a ring of words      hole: taken out of the middle, skipped when the head passes it
+        head                                tail
+         | 3@4 | 7@1 | hole | 0@9 | 5@2 |    |
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvlab.contract import FactSum, Rejected, fact_hash
+import numpy as np
+
+from kvlab.contract import Rejected
+from kvlab.memory.facts import PoolFacts
 
 GENERATION_SHIFT = 32
 INDEX_MASK = (1 << GENERATION_SHIFT) - 1
-UNLINKED = -1
+NEXT_LIFETIME = 1 << GENERATION_SHIFT
+_NEXT = np.int64(NEXT_LIFETIME)
+HOLE = -1
+BORN_KEPT = 64
+"""How many allocations may wait until the generation column is brought up to date in one go."""
 
 
 def pack(index: int, generation: int) -> int:
@@ -49,39 +61,42 @@ class PhysicalBlockHandle:
 class BlockPool:
     """`num_blocks` blocks of one cache group. Every operation costs O(blocks it names), whatever the pool holds.
 
-    20 bytes a block (generation 4, ref_cnt 4, valid rows 4, two links 8), and one dictionary entry for a
-    block that carries a cached identity or stands reserved.
+    20 bytes a block (ring 16, generation 4). Dictionary entries exist only for blocks that are shared, carry an
+    identity, are reserved or leased, or hold other rows than their table says. `spare` counts the free blocks that no
+    open transaction has reserved or leased. Passing a hole and squeezing holes
+    out of the ring is paid for by the operation that made them (amortised). `facts` mirrors each committed change
+    where the whole state is audited.
     """
 
-    __slots__ = ("facts", "first_block_id", "free_count", "generation", "group", "keys", "leases", "next",
-                 "num_blocks", "prev", "ref_cnt", "reserved", "spoiled", "valid_rows")
+    __slots__ = ("_born", "_generation", "block_size", "cursor", "facts", "first_block_id", "group", "head", "holes",
+                 "keys", "leases", "num_blocks", "parked", "place", "reserved", "ring", "rows", "shared", "spare",
+                 "spoiled", "tail")
 
-    def __init__(self, group: str, num_blocks: int, first_block_id: int, facts: FactSum | None) -> None:
-        zeros = bytes(4 * num_blocks)
-        self.group, self.num_blocks, self.first_block_id, self.facts = group, num_blocks, first_block_id, facts
-        self.generation = array("I", zeros)
-        self.ref_cnt = array("i", zeros)
-        self.valid_rows = array("i", zeros)
-        self.next = array("i", range(1, num_blocks + 1))
-        self.next.append(0)
-        self.prev = array("i", range(-1, num_blocks))
-        self.prev[0] = num_blocks
-        self.free_count = num_blocks
+    def __init__(self, group: str, num_blocks: int, first_block_id: int, block_size: int,
+                 facts: PoolFacts | None = None) -> None:
+        self.group, self.num_blocks, self.first_block_id = group, num_blocks, first_block_id
+        self.block_size, self.facts = block_size, facts
+        self.ring = np.empty(2 * num_blocks, np.int64)
+        self.ring[:num_blocks] = np.arange(num_blocks)
+        self._generation, self._born = np.zeros(num_blocks, np.int32), []
+        self.head, self.tail, self.holes, self.cursor, self.spare = 0, num_blocks, 0, 0, num_blocks
+        self.shared: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
         self.keys: dict[int, str] = {}
-        self.reserved: set[int] = set()
+        self.place: OrderedDict[int, int] = OrderedDict()
+        self.reserved: dict[int, int] = {}
         self.leases: dict[int, int] = {}
+        self.parked: dict[int, int] = {}
         self.spoiled: set[int] = set()
 
-    def queue_up(self, order: Sequence[int]) -> None:
-        """Make the free queue exactly `order`, next one first; all other blocks count as held. O(pool)."""
-        end = self.num_blocks
-        self.next = array("i", [UNLINKED] * end + [end])
-        self.prev = array("i", [UNLINKED] * end + [end])
-        self.free_count = 0
-        facts, self.facts = self.facts, None
-        for index in order:
-            self.put(index)
-        self.facts = facts
+    def restore(self, generation: Sequence[int], order: Sequence[int], keys: dict[int, str]) -> None:
+        """Fill an empty pool: generations by index, the free queue next one first, identities. O(pool)."""
+        self._generation = np.array(generation, np.int32)
+        self.head, self.tail, self.holes, self.cursor, self.spare = 0, len(order), 0, 0, len(order)
+        at = np.array(order, np.int64)
+        self.ring[: len(order)] = self._generation[at].astype(np.int64) << GENERATION_SHIFT | at
+        self.keys = dict(keys)
+        self.place = OrderedDict((i, position) for position, i in enumerate(order) if i in keys)
 
     # ------------------------------------------------------------------ names
     def text(self, word: int) -> str:
@@ -91,7 +106,7 @@ class BlockPool:
     def word(self, text: str) -> int:
         """The inverse of `text`; `malformed_snapshot` where it is no handle of this pool."""
         number, _, generation = str(text).partition("@")
-        if not (number.isdigit() and generation.isdigit() and int(generation) <= INDEX_MASK):
+        if not (number.isdigit() and generation.isdigit() and int(generation) <= INDEX_MASK >> 1):
             raise Rejected("malformed_snapshot", f"{text!r} is not a handle")
         index = int(number) - self.first_block_id
         if not 0 <= index < self.num_blocks:
@@ -101,146 +116,239 @@ class BlockPool:
     def handle(self, word: int) -> PhysicalBlockHandle:
         return PhysicalBlockHandle(self.group, self.group, self.first_block_id + index_of(word), generation_of(word))
 
+    def generations(self) -> np.ndarray:
+        """The present generation of each block, `int32[num_blocks]`. O(lifetimes begun since the last look)."""
+        if self._born:
+            words = np.concatenate(self._born)
+            self._generation[words & INDEX_MASK] = words >> GENERATION_SHIFT
+            self._born.clear()
+        return self._generation
+
     def current(self, word: int) -> bool:
         """Whether the handle names the block's present lifetime."""
-        return self.generation[word & INDEX_MASK] == word >> GENERATION_SHIFT
+        return int(self.generations()[word & INDEX_MASK]) == word >> GENERATION_SHIFT
 
     # ------------------------------------------------------------------ the free queue
+    @property
+    def free_count(self) -> int:
+        return self.tail - self.head - self.holes
+
     def queue(self) -> Iterator[int]:
         """Free block indices, next one first. O(free blocks): for snapshots and checks only."""
-        i = self.next[self.num_blocks]
-        while i != self.num_blocks:
-            yield i
-            i = self.next[i]
+        for word in self._words(self.head, self.tail):
+            if word != HOLE:
+                yield word & INDEX_MASK
+
+    def _words(self, start: int, end: int) -> list[int]:
+        size = len(self.ring)
+        a, b = start % size, start % size + end - start
+        return self.ring[a:b].tolist() + (self.ring[: b - size].tolist() if b > size else [])
+
+    def take(self, count: int, evicted: list[str]) -> np.ndarray | None:
+        """The next `count` free blocks begin new lifetimes at once; their words, or None if too few are free.
+
+        The short way, for an allocation that nobody has staged and no `facts` follow: O(1) array operations.
+        `evicted` collects the identities that end by it.
+        """
+        if self.reserved or self.parked or self.holes:
+            words = self.reserve(count)
+            evicted.extend(key for word in words if (key := self.begin(word, self.block_size)))
+            return np.array(words, np.int64) if words else None
+        if self.spare < count:
+            return None
+        self.spare -= count
+        at = self.head % len(self.ring)
+        words = self.ring[at : at + count]
+        if len(words) < count:
+            words = np.concatenate((words, self.ring[: count - len(words)]))
+        words = np.add(words, _NEXT)
+        self.head = self.cursor = self.head + count
+        while self.place and next(iter(self.place.values())) < self.head:
+            index, _ = self.place.popitem(last=False)
+            evicted.append(self.keys.pop(index))
+            self.spoiled.discard(index)
+        self._born.append(words)
+        if len(self._born) > BORN_KEPT:
+            self.generations()
+        return words
 
     def reserve(self, count: int) -> list[int]:
         """The next `count` free blocks that nobody has reserved or leased, marked; an empty list if too few.
 
-        They keep their places in the queue until `take`, so that `unreserve` has nothing to restore.
+        Given as the words that they will have. They keep their places in the queue until `begin`, so that
+        `unreserve` has nothing to restore.
         """
-        if self.available() < count:
+        if self.spare < count:
             return []
-        found, i, marked, leased, links = [], self.next[self.num_blocks], self.reserved, self.leases, self.next
+        self.spare -= count
+        found: list[int] = []
+        marked, leased, position = self.reserved, self.leases, self.cursor
         while len(found) < count:
-            if i not in marked and i not in leased:
-                found.append(i)
-            i = links[i]
-        marked.update(found)
+            for word in self._words(position, min(position + count, self.tail)):
+                index = word & INDEX_MASK
+                if word != HOLE and index not in marked and index not in leased:
+                    marked[index] = position
+                    found.append(word + NEXT_LIFETIME)
+                position += 1
+                if len(found) == count:
+                    break
+        self.cursor = position
         return found
 
-    def available(self) -> int:
-        """How many free blocks no open transaction has reserved or leased. O(open leases)."""
-        return self.free_count - len(self.reserved) - sum(map(self.is_free, self.leases))
+    def unreserve(self, words: Iterable[int]) -> None:
+        for word in words:
+            self._spare_again(self.reserved.pop(word & INDEX_MASK, None))
 
-    def unreserve(self, indices: Sequence[int]) -> None:
-        self.reserved.difference_update(indices)
+    def _spare_again(self, position: int | None) -> None:
+        if position is not None:
+            self.spare += 1
+            self.cursor = min(self.cursor, position)
 
-    def spoil(self, indices: Sequence[int]) -> None:
+    def spoil(self, words: Iterable[int]) -> None:
         """Rows of these free blocks may have been overwritten by a transaction that then broke off.
 
         What is committed stays as it was, but nobody may find a block by an identity that its rows no longer have.
         """
-        self.spoiled.update(i for i in indices if i in self.keys)
+        self.spoiled.update(i for i in map(index_of, words) if i in self.keys)
 
-    def take(self, index: int) -> None:
-        """Take one block out of the queue, wherever it stands. O(1)."""
-        before, after = self.prev[index], self.next[index]
-        self._touch_links(before, index)
-        self.next[before], self.prev[after] = after, before
-        self.next[index] = self.prev[index] = UNLINKED
-        self.free_count -= 1
-        self.reserved.discard(index)
+    def _unlink(self, position: int) -> None:
+        """Take the entry at a position out of the queue; the head passes the holes that it meets. Amortised O(1)."""
+        size = len(self.ring)
+        self.ring[position % size] = HOLE
+        self.holes += 1
+        while self.holes and self.ring[self.head % size] == HOLE:
+            self.head += 1
+            self.holes -= 1
+        self.cursor = max(self.cursor, self.head)
 
-    def put(self, index: int) -> None:
-        """Append one block at the end of the queue. O(1)."""
-        end = self.num_blocks
-        tail = self.prev[end]
-        self._touch_links(tail, index)
-        self.next[tail], self.prev[index] = index, tail
-        self.next[index], self.prev[end] = end, index
-        self.free_count += 1
+    def _link(self, word: int) -> int:
+        """Append one word at the end of the queue; its position. Amortised O(1)."""
+        if self.tail - self.head == len(self.ring):
+            self._squeeze()
+        position = self.tail
+        self.ring[position % len(self.ring)] = word
+        self.tail += 1
+        return position
 
-    def is_free(self, index: int) -> bool:
-        return self.next[index] != UNLINKED
+    def _squeeze(self) -> None:
+        """Close the holes in the ring. O(pool), once every `num_blocks` holes at the most."""
+        words = [w for w in self._words(self.head, self.tail) if w != HOLE]
+        moved = {w & INDEX_MASK: position for position, w in enumerate(words)}
+        for places in (self.place, self.reserved, self.parked):
+            places.update((i, moved[i]) for i in places)
+        self.ring[: len(words)] = words
+        self.head, self.tail, self.holes, self.cursor = 0, len(words), 0, 0
 
     # ------------------------------------------------------------------ lifetimes and references
-    def begin(self, index: int, rows: int) -> str | None:
-        """Start a new lifetime of a reserved block: out of the queue, generation + 1, one reference.
+    def begin(self, word: int, rows: int) -> str | None:
+        """A reserved block begins the lifetime that its word names: out of the queue, one reference, `rows` rows.
 
         Returns the cached identity that the block loses by it, if any.
         """
-        self.take(index)
-        self.touch(index)
-        self.generation[index] += 1
-        self.ref_cnt[index] = 1
-        self.valid_rows[index] = rows
+        index = word & INDEX_MASK
+        if self.facts is not None:
+            self.facts.begin(index, word >> GENERATION_SHIFT, rows)
+        self._unlink(self.reserved.pop(index))
+        self.generations()[index] = word >> GENERATION_SHIFT
         self.spoiled.discard(index)
+        self.place.pop(index, None)
         return self.keys.pop(index, None)
 
-    def add_ref(self, index: int) -> None:
-        """One more table names the block. A block that nobody held leaves the queue and is live again."""
-        if self.is_free(index):
-            self.take(index)
-        self.touch(index)
-        self.ref_cnt[index] += 1
+    def refs(self, index: int) -> int:
+        """References of a block that some table names."""
+        return 1 + self.shared.get(index, 0)
 
-    def drop_ref(self, index: int) -> bool:
+    def is_free(self, index: int) -> bool:
+        """Whether a block with an identity or a lease stands in the free queue."""
+        return index in self.place or index in self.parked
+
+    def add_ref(self, word: int) -> None:
+        """One more table names the block. A cached block that nobody held leaves the queue and is live again."""
+        index = word & INDEX_MASK
+        if self.facts is not None:
+            self.facts.add_ref(index)
+        position = self.place.pop(index, None)
+        if position is None:
+            self.shared[index] = self.shared.get(index, 0) + 1
+        else:
+            self.spare -= self.parked.pop(index, None) is None
+            self._unlink(position)
+
+    def drop_ref(self, word: int) -> bool:
         """One table less names the block; True if it went back to the free queue."""
-        self.touch(index)
-        self.ref_cnt[index] -= 1
-        if self.ref_cnt[index]:
+        index = word & INDEX_MASK
+        if self.facts is not None:
+            self.facts.drop_ref(index)
+        more = self.shared.get(index, 0)
+        if more:
+            if more == 1:
+                del self.shared[index]
+            else:
+                self.shared[index] = more - 1
             return False
-        if index not in self.keys:
-            self.valid_rows[index] = 0
-        self.put(index)
+        self.rows.pop(index, None)
+        position = self._link(word)
+        if index in self.keys:
+            self.place[index] = position
+        if index in self.leases:
+            self.parked[index] = position
+        else:
+            self.spare += 1
         return True
 
-    def lease(self, index: int) -> None:
+    def drop_all(self, words: array | np.ndarray) -> None:
+        """Blocks that one table alone names, without identity or lease, go back to the queue in this order.
+
+        The short way, where no `facts` follow: O(1) array operations.
+        """
+        count, size = len(words), len(self.ring)
+        if self.rows:
+            self.rows.pop(int(words[-1]) & INDEX_MASK, None)
+        if self.tail - self.head + count > size:
+            self._squeeze()
+        at = self.tail % size
+        fits = min(count, size - at)
+        if fits == count:
+            self.ring[at : at + count] = words
+        else:
+            self.ring[at:] = words[:fits]
+            self.ring[: count - fits] = words[fits:]
+        self.tail += count
+        self.spare += count
+
+    def lease(self, word: int) -> None:
         """Keep a block from being given away while its rows are read or written, whoever lets go of it.
 
         One that loses its last reference meanwhile takes its place in the free queue, marked. So the end of a
         lease, like that of a reservation, changes nothing that is committed.
         """
+        index = word & INDEX_MASK
         self.leases[index] = self.leases.get(index, 0) + 1
 
-    def unlease(self, index: int) -> None:
+    def unlease(self, word: int) -> None:
+        index = word & INDEX_MASK
         left = self.leases.pop(index) - 1
         if left:
             self.leases[index] = left
+        else:
+            self._spare_again(self.parked.pop(index, None))
+
+    def valid_rows(self, index: int, seen: int) -> int:
+        """Rows that a held block holds, where one table sees `seen` of them. A shared block is full or noted."""
+        return self.rows.get(index, self.block_size if index in self.shared else seen)
 
     def set_rows(self, index: int, rows: int) -> None:
-        """The block now holds `rows` valid rows."""
-        self.touch(index)
-        self.valid_rows[index] = rows
+        """A block that one table alone names now holds as many rows as that table says."""
+        self.rows.pop(index, None)
+        if self.facts is not None:
+            self.facts.set_rows(index, rows)
 
     def set_key(self, index: int, key: str | None) -> None:
         """Give the block a cached identity, or take it away. It adds no reference (article 0x04B)."""
-        self.touch(index)
-        if key is not None:
+        if self.facts is not None:
+            self.facts.set_key(index, key)
+        if key is None:
+            self.keys.pop(index, None)
+            self.place.pop(index, None)
+        else:
             self.keys[index] = key
-        elif self.keys.pop(index, None) is not None and self.is_free(index):
-            self.valid_rows[index] = 0
-
-    # ------------------------------------------------------------------ facts
-    def touch(self, index: int) -> None:
-        if self.facts is not None:
-            self.facts.touch(("block", self, index))
-
-    def _touch_links(self, before: int, index: int) -> None:
-        if self.facts is not None:
-            self.facts.touch(("link", self, before))
-            self.facts.touch(("link", self, index))
-
-    def fact(self, kind: str, index: int) -> int:
-        """The hash of a block's own fact, or of its place in the queue: (block, next block)."""
-        if kind == "link":
-            after = self.next[index]
-            return 0 if after == UNLINKED else fact_hash("link", self.group, index, after)
-        return fact_hash("block", self.group, index, self.generation[index], self.ref_cnt[index],
-                         self.valid_rows[index], self.keys.get(index))
-
-    def facts_total(self) -> int:
-        """Sum of all facts, from nothing. O(pool): at load and in checks only."""
-        return sum(self.fact("block", i) for i in range(self.num_blocks)) + sum(
-            self.fact("link", i) for i in range(self.num_blocks + 1)
-        )

@@ -5,7 +5,6 @@ Each planner validates its operation in a fixed order, so that a malformed one a
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,7 @@ from kvlab.contract import Operation, Rejected
 from kvlab.memory.block_pool import BlockPool, index_of
 from kvlab.memory.layout import CacheGroup
 from kvlab.memory.records import append_path
-
-
-@dataclass(slots=True)
-class Request:
-    """A live request: its length in tokens and one block table of packed handles per cache group."""
-
-    request_id: str
-    generation: int
-    version: int
-    context: int
-    tables: list[array]
+from kvlab.memory.requests import Request
 
 
 @dataclass(slots=True)
@@ -181,9 +170,9 @@ def _append_one(state: State, request: Request, count: int, gone: Counter) -> Re
         if offset:
             tail, index = table[j], index_of(table[j])
             # A cached identity adds no reference, but whoever finds the block by it reads these rows.
-            owners = pool.ref_cnt[index] - gone[g, index] + pool.leases.get(index, 0) + (index in pool.keys)
+            owners = pool.refs(index) - gone[g, index] + pool.leases.get(index, 0) + (index in pool.keys)
             # Until publication those who copy still read this block: a row that one of them may see stays.
-            owners += gone[g, index] > 0 and pool.valid_rows[index] > offset
+            owners += gone[g, index] > 0 and pool.valid_rows(index, offset) > offset
             if owners == 1:
                 change.in_place, change.in_place_rows = tail, edge - j * size
             else:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvlab.contract import Json
-from kvlab.memory.block_pool import PhysicalBlockHandle
+from kvlab.memory.block_pool import PhysicalBlockHandle, generation_of, index_of
+from kvlab.memory.layout import CacheLayoutManifest
+
+if TYPE_CHECKING:
+    from kvlab.memory.plan import Plan
 
 BOUNDARY = "reserve_new_bundle_write_row_0"
 IN_PLACE = "in_place_write_row_o_valid_o_plus_1"
@@ -51,34 +63,102 @@ class AllocationTxn:
     publication_state: str
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationReceipt:
-    """What one committed transaction did, in physical facts (article 0x04D).
+Run = tuple[int, int, np.ndarray | Sequence[int]]
+"""(cache group, references more or less, words of the handles)."""
 
-    `new_physical_blocks` counts handles, `new_bundles` counts blocks of one group at most. `copied_rows` counts
-    bundle rows, `copy_payload_bytes` their bytes over all groups; `traffic_bytes` is read + write of the copy
-    plus the write of the new rows. `refcount_deltas` names handles. `reason` tells release from cancel.
+RECEIPT_FIELDS = (
+    "transaction_id", "predecessor_digest", "successor_digest", "useful_new_rows", "new_physical_blocks",
+    "copied_rows", "copy_payload_bytes", "refcount_deltas", "allocator_epoch_after", "outcome", "operation", "reason",
+    "requests", "paths", "new_bundles", "new_capacity_bytes", "write_bytes", "freed", "evicted_identities",
+    "traffic_bytes", "amplification",
+)
+"""What a receipt says in plain data, in this order."""
+
+
+class AllocationReceipt(NamedTuple):
+    """What one committed transaction did, in physical facts (article 0x04D). Frozen.
+
+    It keeps the packed facts and words them when asked. `new_physical_blocks` counts handles, `new_bundles` counts
+    blocks of one group at most. `copied_rows` counts bundle rows, `copy_payload_bytes` their bytes over all groups;
+    `traffic_bytes` is read + write of the copy plus the write of the new rows. `refcount_deltas` names handles.
+    `reason` tells release from cancel.
     """
 
-    transaction_id: str
-    predecessor_digest: str
-    successor_digest: str
-    useful_new_rows: int
-    new_physical_blocks: int
-    copied_rows: int
-    copy_payload_bytes: int
-    refcount_deltas: tuple[tuple[str, int], ...]
+    serial: int
+    before: str | bytes
+    after: str | bytes
     allocator_epoch_after: int
-    outcome: str
     operation: str
     reason: str
+    layout: CacheLayoutManifest
     requests: tuple[str, ...]
-    paths: tuple[tuple[str, str], ...]
-    new_bundles: int
-    new_capacity_bytes: int
-    write_bytes: int
-    freed: tuple[str, ...]
+    useful_new_rows: int
+    path_of: Sequence[str]
+    fresh: tuple[int, ...]
+    runs: tuple[Run, ...]
+    free_runs: tuple[Run, ...]
+    copies: tuple[tuple[int, int], ...]
     evicted_identities: tuple[str, ...]
+
+    outcome = "committed"
+
+    @property
+    def transaction_id(self) -> str:
+        return f"t{self.serial}"
+
+    @property
+    def predecessor_digest(self) -> str:
+        return self.before if isinstance(self.before, str) else self.before.hex()
+
+    @property
+    def successor_digest(self) -> str:
+        return self.after if isinstance(self.after, str) else self.after.hex()
+
+    @property
+    def new_physical_blocks(self) -> int:
+        return sum(self.fresh)
+
+    @property
+    def new_bundles(self) -> int:
+        return max(self.fresh, default=0)
+
+    @property
+    def new_capacity_bytes(self) -> int:
+        return sum(n * g.page_size_bytes for n, g in zip(self.fresh, self.layout.groups, strict=True))
+
+    @property
+    def copied_rows(self) -> int:
+        rows = Counter()
+        for g, n in self.copies:
+            rows[g] += n
+        return max(rows.values(), default=0)
+
+    @property
+    def copy_payload_bytes(self) -> int:
+        return sum(rows * self.layout.groups[g].row_bytes for g, rows in self.copies)
+
+    @property
+    def write_bytes(self) -> int:
+        return self.useful_new_rows * self.layout.row_bytes
+
+    @property
+    def paths(self) -> tuple[tuple[str, str], ...]:
+        return tuple((r, p) for r, p in zip(self.requests, self.path_of, strict=False) if p)
+
+    def _text(self, g: int, word: int) -> str:
+        return f"{self.layout.groups[g].first_block_id + index_of(word)}@{generation_of(word)}"
+
+    @property
+    def refcount_deltas(self) -> tuple[tuple[str, int], ...]:
+        deltas: dict[tuple[int, int], int] = {}
+        for g, count, words in self.runs:
+            for word in map(int, words):
+                deltas[g, word] = deltas.get((g, word), 0) + count
+        return tuple((self._text(g, word), n) for (g, word), n in deltas.items())
+
+    @property
+    def freed(self) -> tuple[str, ...]:
+        return tuple(self._text(g, word) for g, _, words in self.free_runs for word in map(int, words))
 
     @property
     def traffic_bytes(self) -> int:
@@ -91,8 +171,47 @@ class AllocationReceipt:
         return self.traffic_bytes / self.write_bytes if self.write_bytes else None
 
     def to_dict(self) -> Json:
-        out: Json = {f.name: getattr(self, f.name) for f in fields(self)}
+        out: Json = {name: getattr(self, name) for name in RECEIPT_FIELDS}
         out["refcount_deltas"] = dict(self.refcount_deltas)
         out["paths"] = dict(self.paths)
-        out |= {k: list(out[k]) for k in ("requests", "freed", "evicted_identities")}
-        return out | {"traffic_bytes": self.traffic_bytes, "amplification": self.amplification}
+        return out | {k: list(out[k]) for k in ("requests", "freed", "evicted_identities")}
+
+
+# ---------------------------------------------------------------- the transition as bytes
+OPERATIONS = ("allocate", "append", "fork", "truncate", "release", "cancel", "cache_full", "touch", "evict")
+CODES = {operation: code for code, operation in enumerate(OPERATIONS)}
+head = Struct("<5q").pack
+"""Which commit, the operation's code, the request's new version and length, and how long the name is that follows."""
+moved = Struct("<2q").pack
+"""How many handles the tables of a group lost, and how many they gained."""
+
+
+def chained(record: Sequence[bytes | array | np.ndarray]) -> bytes:
+    """The digest after a transition, 256 bits of BLAKE2b over the digest before and the transition's record.
+
+    SHA-256 of a 256-block record takes twice as long where the processor has no instruction for it.
+    """
+    return blake2b(b"".join(record)).digest()[:32]
+
+
+def many(rows: Sequence[tuple[str, int]]) -> bytes:
+    """A batch by the hash of its (request, new rows) pairs, in order."""
+    return blake2b(b"\0".join(b"%b %d" % (request.encode(), n) for request, n in rows), digest_size=32).digest()
+
+
+def transition(epoch: int, plan: Plan) -> list[bytes | array]:
+    """One committed transition as packed bytes: who, what, and every handle that a table gained, in order.
+
+    Which handles a table lost follows from the records before: only their number is said.
+    """
+    changes = plan.changes
+    if len(changes) == 1:
+        who, version, context = changes[0].request_id.encode(), changes[0].version, changes[0].context
+    else:
+        who, version, context = many([(c.request_id, c.new_rows) for c in changes]), 0, len(changes)
+    parts = [head(epoch, CODES[plan.operation], version, context, len(who)), who]
+    for g in range(len(changes[0].groups) if changes else 0):
+        gained = array("q", [w for c in changes for w in (*c.groups[g].shared, *c.groups[g].fresh)])
+        parts += [moved(sum(len(c.groups[g].dropped) for c in changes), len(gained)), gained]
+    parts += [b"%d %d %b\0" % (g, word, str(key).encode()) for g, word, key in plan.identities]
+    return parts

@@ -11,31 +11,43 @@ from collections import Counter
 from kvlab.contract import Json, Rejected
 from kvlab.memory.block_pool import BlockPool
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
-from kvlab.memory.plan import Request
 
 LARGEST = (1 << 31) - 1
 """The largest count or generation that a packed column can hold."""
 
 
-def pool_snapshot(pool: BlockPool) -> Json:
-    """Per-block columns of one pool, in block order; cached identities by block id."""
+def pool_columns(pool: BlockPool, views: dict[int, int]) -> Json:
+    """Per-block columns of one pool, in block order; cached identities by block id.
+
+    What a free block has comes from the queue, what a held one has from the pool's notes; `views` gives the rows
+    that tables see. So the references are the pool's word, not the tables'. O(pool).
+    """
+    refs = [pool.refs(i) for i in range(pool.num_blocks)]
+    rows = [pool.valid_rows(i, views.get(i, 0)) for i in range(pool.num_blocks)]
+    for i in pool.queue():
+        refs[i], rows[i] = refs[i] - 1, pool.block_size if i in pool.keys else 0
     keys = {str(pool.first_block_id + i): pool.keys[i] for i in sorted(pool.keys)}
-    return {"generation": pool.generation.tolist(), "ref_cnt": pool.ref_cnt.tolist(),
-            "valid_rows": pool.valid_rows.tolist(), "keys": keys}
+    return {"generation": pool.generations().tolist(), "ref_cnt": refs, "valid_rows": rows, "keys": keys}
 
 
-def restore_pool(pool: BlockPool, columns: Json, free: list[int]) -> None:
-    """Fill an empty pool from its columns and its queue order. O(pool)."""
-    pool.generation = array("I", columns["generation"])
-    pool.ref_cnt = array("i", columns["ref_cnt"])
-    pool.valid_rows = array("i", columns["valid_rows"])
-    pool.keys = {int(block) - pool.first_block_id: key for block, key in columns["keys"].items()}
-    pool.queue_up([block - pool.first_block_id for block in free])
+def restore_pool(pool: BlockPool, columns: Json, free: list[int], views: dict[int, int]) -> None:
+    """Fill an empty pool from its columns and queue order, and the audit that follows it; `views` as above. O(pool)."""
+    keys = {int(block) - pool.first_block_id: key for block, key in columns["keys"].items()}
+    order = [block - pool.first_block_id for block in free]
+    pool.restore(columns["generation"], order, keys)
+    pool.shared = {i: refs - 1 for i, refs in enumerate(columns["ref_cnt"]) if refs > 1}
+    pool.rows = {i: rows for i, seen in views.items() if (rows := columns["valid_rows"][i]) != pool.valid_rows(i, seen)}
+    if pool.facts is not None:
+        pool.facts.generation = array("I", columns["generation"])
+        pool.facts.ref_cnt = array("i", columns["ref_cnt"])
+        pool.facts.valid_rows = array("i", columns["valid_rows"])
+        pool.facts.keys = dict(keys)
+        pool.facts.link(order)
 
 
-def restore_request(request_id: str, row: Json, pools: tuple[BlockPool, ...]) -> Request:
-    tables = [array("q", [p.word(text) for text in row["tables"][p.group]]) for p in pools]
-    return Request(request_id, row["generation"], row["version"], row["context"], tables)
+def restore_tables(row: Json, pools: tuple[BlockPool, ...]) -> list[array]:
+    """The block tables of one request, as packed handles."""
+    return [array("q", [p.word(text) for text in row["tables"][p.group]]) for p in pools]
 
 
 def validate_snapshot(snapshot: Json) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from kvlab.contract import Event, Json, Operation, Rejected
-from kvlab.memory.block_pool import index_of, pack
-from kvlab.memory.plan import GroupChange, Plan, Request, RequestChange, identity
+from kvlab.memory.block_pool import index_of
+from kvlab.memory.plan import GroupChange, Plan, RequestChange, identity
 from kvlab.memory.records import PUBLICATION_ORDER, AllocationReceipt, AllocationTxn
+from kvlab.memory.requests import Request
 
 if TYPE_CHECKING:
     from kvlab.memory.allocator import Allocator
@@ -48,8 +49,8 @@ class StagedRequest:
 class AllocatorTxn:
     """An open transaction of an `Allocator`. Its handles give the right to write only while it is open."""
 
-    def __init__(self, allocator: Allocator, op: Operation, transaction_id: str) -> None:
-        self.allocator, self.op, self.transaction_id = allocator, op, transaction_id
+    def __init__(self, allocator: Allocator, op: Operation, serial: int) -> None:
+        self.allocator, self.op, self.serial, self.lock = allocator, op, serial, allocator.lock
         self.pools, self.groups = allocator.pools, allocator.groups
         self.phase, self.log = "RESERVED", []
         self.epoch = allocator.epoch
@@ -60,6 +61,10 @@ class AllocatorTxn:
         self._copied: set[int] = set()
         self._wrote: set[int] = set()
         self._handed_out = False
+
+    @property
+    def transaction_id(self) -> str:
+        return f"t{self.serial}"
 
     # ------------------------------------------------------------------ steps 1 to 4
     def open(self, plan: Plan) -> None:
@@ -85,14 +90,13 @@ class AllocatorTxn:
         wanted = sum(len(c.fresh_rows) for c in changes)
         if not wanted:
             return
-        indices = pool.reserve(wanted)
-        if not indices:
-            raise Rejected("out_of_memory", f"group {pool.group} needs {wanted} blocks, {pool.available()} are free")
+        words = pool.reserve(wanted)
+        if not words:
+            raise Rejected("out_of_memory", f"group {pool.group} needs {wanted} blocks, {pool.spare} are free")
         at = 0
         for change in changes:
-            n = len(change.fresh_rows)
-            change.fresh = [pack(i, pool.generation[i] + 1) for i in indices[at : at + n]]
-            at += n
+            change.fresh = words[at : at + len(change.fresh_rows)]
+            at += len(change.fresh_rows)
 
     def _retain(self) -> None:
         """Lease every source of a copy and every tail to be written in place, until this transaction ends."""
@@ -101,8 +105,8 @@ class AllocatorTxn:
                 tail = group.copy_from if group.in_place is None else group.in_place
                 if tail is None:
                     continue
-                self.pools[g].lease(index_of(tail))
-                self._leased.append((g, index_of(tail)))
+                self.pools[g].lease(tail)
+                self._leased.append((g, tail))
                 if group.copy_from is not None:
                     self.copies.append(CopyIntent(g, index_of(tail), index_of(group.fresh[0]), group.copy_rows))
         if self.copies:
@@ -126,20 +130,22 @@ class AllocatorTxn:
 
     def copied(self, group_id: str, rows: int) -> None:
         """Report the rows that were copied in one group: exactly those planned, or `copied_row_count_drift`."""
-        g = self._writable(group_id)
-        planned = sum(c.rows for c in self.copies if c.group == g)
-        if rows != planned:
-            self._refuse("copied_row_count_drift", f"{rows} rows copied in {group_id}, {planned} are valid")
-        self._copied.add(g)
-        self._guarded(COPY, group_id)
+        with self.lock:
+            g = self._writable(group_id)
+            planned = sum(c.rows for c in self.copies if c.group == g)
+            if rows != planned:
+                self._refuse("copied_row_count_drift", f"{rows} rows copied in {group_id}, {planned} are valid")
+            self._copied.add(g)
+            self._guarded(COPY, group_id)
 
     def wrote(self, group_id: str) -> None:
         """Report that every new row of one group is written."""
-        g = self._writable(group_id)
-        self._wrote.add(g)
-        if len(self._wrote) == len(self.groups):
-            self.phase = "READY_TO_PUBLISH"
-        self._guarded(WRITE, group_id)
+        with self.lock:
+            g = self._writable(group_id)
+            self._wrote.add(g)
+            if len(self._wrote) == len(self.groups):
+                self.phase = "READY_TO_PUBLISH"
+            self._guarded(WRITE, group_id)
 
     def finish_writes(self) -> None:
         """Copy, and report every group as written: for callers that keep no rows, or have written them all."""
@@ -162,6 +168,10 @@ class AllocatorTxn:
         Refused with the state unchanged where rows are missing (the transaction stays open) or where what it
         touched has moved on (it is rolled back). O(blocks it names).
         """
+        with self.lock:
+            return self._publish()
+
+    def _publish(self) -> AllocationReceipt:
         self._require_open()
         needed = {c.group for c in self.copies}
         if needed - self._copied:
@@ -207,26 +217,31 @@ class AllocatorTxn:
 
     def _recheck_tail(self, g: int, word: int, drops: Counter) -> None:
         pool, i = self.pools[g], index_of(word)
-        if pool.ref_cnt[i] - drops[g, i] + pool.leases.get(i, 0) - self._leased.count((g, i)) != 1:
+        if pool.refs(i) - drops[g, i] + pool.leases.get(i, 0) - self._leased.count((g, word)) != 1:
             raise Rejected("in_place_shared_tail_write", pool.text(word))
 
     def release_leases(self) -> None:
-        for g, i in self._leased:
-            self.pools[g].unlease(i)
+        for g, word in self._leased:
+            self.pools[g].unlease(word)
         self._leased.clear()
 
     # ------------------------------------------------------------------ the other end
     def rollback(self) -> None:
         """Give everything back: the committed state is the predecessor's, to the bit, queue order included."""
-        if self.phase == "PUBLISHED":
-            self._refuse("rollback_after_publication", self.transaction_id)
-        if self.phase != "ROLLED_BACK":
-            self._abort(None)
+        with self.lock:
+            if self.phase == "PUBLISHED":
+                self._refuse("rollback_after_publication", self.transaction_id)
+            if self.phase != "ROLLED_BACK":
+                self._abort(None)
 
     def _abort(self, failure: BaseException | None) -> None:
+        with self.lock:
+            self._give_back(failure)
+
+    def _give_back(self, failure: BaseException | None) -> None:
         self.phase = "ROLLED_BACK"
         for g, pool in enumerate(self.pools):
-            fresh = [index_of(w) for c in self.plan.changes for w in c.groups[g].fresh]
+            fresh = [w for c in self.plan.changes for w in c.groups[g].fresh]
             pool.unreserve(fresh)
             if self._handed_out:
                 pool.spoil(fresh)
@@ -260,8 +275,14 @@ class AllocatorTxn:
 
     # ------------------------------------------------------------------ what can be seen of it
     def view(self) -> list[StagedRequest]:
-        """The staged tables, for the owner's own reads and writes: block indices, old and new together."""
-        return [self._view(change) for change in self.plan.changes]
+        """The staged tables, for the owner's own reads and writes: block indices, old and new together.
+
+        `Rejected` where a request has moved on since: its table now names blocks that this transaction may not write.
+        """
+        with self.lock:
+            for request, version in self._seen:
+                self._recheck_request(request, version)
+            return [self._view(change) for change in self.plan.changes]
 
     def _view(self, change: RequestChange) -> StagedRequest:
         tables = []
@@ -298,8 +319,8 @@ class AllocatorTxn:
                     out["copies"].append({"group": ids[g], "src": pools[g].text(group.copy_from),
                                           "dst": pools[g].text(group.fresh[0]), "rows": group.copy_rows,
                                           "bytes": group.copy_rows * row_bytes[g], "done": g in self._copied})
-        for g, index in self._leased:
-            out["leases"][ids[g]].append(pools[g].text(pack(index, pools[g].generation[index])))
+        for g, word in self._leased:
+            out["leases"][ids[g]].append(pools[g].text(word))
         return out
 
     def _rows_now(self, g: int, group: GroupChange, n: int) -> int:

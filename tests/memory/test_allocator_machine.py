@@ -19,9 +19,9 @@ from tests.memory.worlds import (
     first_bundles,
     layout_of,
     lengths,
-    links_mirror,
     picture,
     propose,
+    queues_are_sound,
 )
 
 
@@ -77,7 +77,7 @@ class AgainstTheModel(RuleBasedStateMachine):
         if not hasattr(self, "real"):
             return
         self.real.check()
-        assert links_mirror(self.real)
+        assert queues_are_sound(self.real)
         shown, wanted = self.real.snapshot(), self.model.picture()
         for row in shown["requests"].values():
             del row["generation"]

@@ -236,8 +236,16 @@ def test_drift_of_the_kept_digest_is_found():
 
 def test_a_change_behind_the_allocators_back_is_found():
     machine = article()
-    machine.pools[0].generation[3] += 1
+    machine.pools[0].generations()[0] += 1
+    with pytest.raises(Rejected):
+        machine.check()
+    machine = article()
+    machine.pools[0].facts.generation[3] += 1
     with pytest.raises(AssertionError, match="digest drifted"):
+        machine.check()
+    machine = article()
+    machine.pools[0].generations()[3] += 1
+    with pytest.raises(AssertionError, match="say different things"):
         machine.check()
 
 

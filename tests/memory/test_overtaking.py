@@ -254,3 +254,14 @@ def test_the_record_of_an_intent_stays_what_it_was():
     after = txn.record()
     assert (after.touched_handles, after.expected_table_version) == (record.touched_handles, (1,))
     assert after.publication_state == "PUBLISHED"
+
+
+def test_a_view_is_not_handed_out_once_the_request_has_moved_on():
+    """Its table would name blocks that this transaction may not write."""
+    machine = article()
+    txn = staged(machine, "A")
+    machine.truncate("A", 20)
+    before = picture(machine)
+    refused("stale_table_version", txn.view)
+    assert picture(machine) == before
+    refused("stale_table_version", finish, txn)

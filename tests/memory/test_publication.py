@@ -179,7 +179,7 @@ def test_a_foreign_lease_forces_a_copy():
     machine = shared(article())
     first = staged(machine, "D")
     machine.cancel("D")
-    assert machine.pools[0].ref_cnt[2] == 1
+    assert machine.pools[0].refs(2) == 1
     refused("out_of_memory", machine.append, "A")
     first.rollback()
     assert machine.append("A").paths == (("A", IN_PLACE),)

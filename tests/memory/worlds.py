@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvlab.contract import Event, Rejected
 from kvlab.memory.allocator import Allocator
+from kvlab.memory.block_pool import HOLE, INDEX_MASK, BlockPool
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.memory.records import AllocationReceipt
 from kvlab.memory.transaction import AllocatorTxn
@@ -111,12 +112,17 @@ def article() -> Allocator:
 
 
 def picture(allocator: Allocator) -> dict[str, Any]:
-    """Everything that is committed, links of the free queues included, bit for bit."""
+    """Everything that is committed, the words in the free queues included, bit for bit."""
     requests = {r.request_id: (r.generation, r.version, r.context, [t.tolist() for t in r.tables])
                 for r in allocator.requests.values()}
-    pools = [{name: list(getattr(p, name)) for name in ("generation", "ref_cnt", "valid_rows", "next", "prev")}
-             | {"keys": dict(p.keys), "free": p.free_count} for p in allocator.pools]
+    pools = [{"queue": [word for word in ring(p) if word != HOLE], "shared": dict(p.shared), "free": p.free_count}
+             | allocator.snapshot()["blocks"][p.group] for p in allocator.pools]
     return {"epoch": allocator.epoch, "digest": allocator.digest, "requests": requests, "pools": pools}
+
+
+def ring(pool: BlockPool) -> list[int]:
+    """The words between head and tail, holes included."""
+    return [int(pool.ring[position % len(pool.ring)]) for position in range(pool.head, pool.tail)]
 
 
 def at_rest(allocator: Allocator) -> bool:
@@ -124,14 +130,19 @@ def at_rest(allocator: Allocator) -> bool:
     return not any(p.reserved or p.leases for p in allocator.pools)
 
 
-def links_mirror(allocator: Allocator) -> bool:
-    """Whether each free queue reads the same backwards, and its length is the count that is kept of it."""
+def queues_are_sound(allocator: Allocator) -> bool:
+    """Whether each free queue's counts and places are those of its ring, and nothing spare stands before the cursor."""
     for pool in allocator.pools:
-        forwards, backwards, i = list(pool.queue()), [], pool.prev[pool.num_blocks]
-        while i != pool.num_blocks:
-            backwards.append(i)
-            i = pool.prev[i]
-        if forwards != backwards[::-1] or len(forwards) != pool.free_count:
+        words = ring(pool)
+        at = {word & INDEX_MASK: pool.head + n for n, word in enumerate(words) if word != HOLE}
+        current = all(pool.current(word) for word in words if word != HOLE)
+        noted = all(at.get(i) == position for notes in (pool.place, pool.reserved, pool.parked)
+                    for i, position in notes.items())
+        waiting = [p for i, p in at.items() if i not in pool.reserved and i not in pool.parked]
+        if not (current and noted and len(at) == pool.free_count and words.count(HOLE) == pool.holes
+                and words[:1] != [HOLE] and len(waiting) == pool.spare
+                and all(p >= pool.cursor for p in waiting) and pool.place.keys() == at.keys() & pool.keys.keys()
+                and list(pool.place.values()) == sorted(pool.place.values())):
             return False
     return True
 

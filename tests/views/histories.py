@@ -144,7 +144,7 @@ class Walk:
     def found(self) -> None:
         pools = self.machine.pools
         index = self.random.choice([i for i in pools[0].keys if all(i in p.keys for p in pools)] or [0])
-        bundle = [p.text(pack(index, p.generation[index])) for p in pools]
+        bundle = [p.text(pack(index, int(p.generations()[index]))) for p in pools]
         op = {"op": "evict"} if self.random.random() < 0.3 else {"op": "touch", "request": self.fresh()}
         self.machine.apply(op | {"blocks": [bundle]})
 
