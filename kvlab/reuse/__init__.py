@@ -1,0 +1,1 @@
+"""Identity, index and isolation contracts: may these bytes be reused, and which are they."""
