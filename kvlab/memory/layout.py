@@ -14,6 +14,12 @@ from kvlab.contract import Json, digest_of
 AXES = ("layer_local", "physical_slot", "token_offset", "kv_head_local", "head_dim")
 """The five coordinates of one K or V scalar inside a group."""
 
+KV_KIND = "kv_kind"
+"""An axis of two, where K and V of a group lie in one tensor: index 0 is K, index 1 is V."""
+
+INNER_LANE = "inner_lane"
+"""The inner axis of x lanes, where `head_dim` is packed as `head_dim / x` vectors of x lanes each."""
+
 LAYER_MAJOR = AXES
 BLOCK_MAJOR = ("physical_slot", "layer_local", "token_offset", "kv_head_local", "head_dim")
 
