@@ -24,6 +24,7 @@ def _check(args: argparse.Namespace) -> int:
     if not results:
         print(f"no fixture of loop {args.loop}", file=sys.stderr)
         return 2
+    results.sort(key=lambda row: row[0]["loop"])
     counts = fixtures.report([(fixture["loop"], kinds) for fixture, kinds in results])
     if args.json:
         print(json.dumps(counts, indent=1))

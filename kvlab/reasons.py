@@ -12,6 +12,10 @@ REASONS: dict[str, str] = {
     "cache_partial_block": "Only a block that is full in every cache group can carry a cached identity.",
     "touch_without_identity": "The block carries no cached identity, so nobody may find it again.",
     "block_reserved": "An open transaction has reserved this block; wait for its end.",
+    "block_twice_in_table": "One block stands at two places of a table, so one would overwrite the other.",
+    "write_in_flight": "Somebody's rows are still on their way into this block; wait until the lease ends.",
+    "lease_ended": "This lease has ended; it protects nothing any more.",
+    "not_compensable": "What was given back cannot be had again: its rows may be somebody else's by now.",
     # who asked, and how fresh their view is
     "stale_allocator_epoch": "The state has moved on since the caller looked at it.",
     "stale_request_generation": "This id now belongs to a later request.",
@@ -41,7 +45,7 @@ REASONS: dict[str, str] = {
     # may these bytes mean the same computation
     "unauthorized_namespace": "This caller may not look into this namespace, so nothing was looked up.",
     "lookup_before_authorization": "The index was asked before anybody checked whether the caller may ask.",
-    "stale_namespace_generation": "The namespace has been rotated since; entries of the old generation serve nobody new.",
+    "stale_namespace_generation": "The namespace was rotated since; entries of an ended generation serve nobody new.",
     "cache_abi_mismatch": "The rows follow another logical cache ABI.",
     "axis_stride_mismatch": "The same bytes stand in another axis order, so an address finds another scalar.",
     "storage_dtype_mismatch": "The same bytes are another number in another dtype.",
@@ -62,7 +66,7 @@ REASONS: dict[str, str] = {
     "concrete_key_not_sufficient": "The key found a candidate, and a key only narrows: the manifest says no.",
     "in_place_relabel": "A published record is never edited; a change makes a successor.",
     # how many bytes there are
-    "reference_count_used_as_unique_count": "References were counted where blocks had to be.",
+    "reference_count_used_as_unique_count": "Blocks were declared by counting references, not the union.",
     "invalid_geometry": "A size must be a positive whole number.",
     "row_bytes_drift": "The declared bytes of a row are not what the geometry gives.",
     "block_count_drift": "A request lists more or fewer blocks than its tokens need.",
@@ -96,6 +100,7 @@ REASONS: dict[str, str] = {
     "lane_out_of_range": "A head has no such lane.",
     "overlapping_tensor_ranges": "Two tensors claim the same bytes.",
     "address_outside_tensor": "The computed address lies outside its tensor.",
+    "kernel_block_does_not_divide_allocator": "An allocator block is not a whole number of kernel blocks.",
     "stale_successor_version": "A successor must carry the next version, and change only what it declares.",
     "frozen_address_drift": "A recorded address differs from the one computed now.",
 }

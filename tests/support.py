@@ -27,13 +27,23 @@ def _shared(*parts: str) -> str | None:
     return str(path) if path.exists() else None
 
 
+def peer(package: str) -> str | None:
+    """The folder that holds an unpacked peer: KVLAB_PEERS itself or one below it."""
+    root = os.environ.get("KVLAB_PEERS")
+    folders = [Path(root), *sorted(p for p in Path(root).iterdir() if p.is_dir())] if root else []
+    return next((str(folder) for folder in folders if (folder / package).is_dir()), None)
+
+
 FINDERS = {
     "chromium": (_chromium, "a Chromium browser (Debian: apt-get install chromium)"),
     "smollm2": (_smollm2, "SmolLM2-135M-Instruct (python -m kvlab get-model)"),
     "golden": (lambda: _shared("spec", "golden.json"), "the article's golden values beside the checkout"),
+    "azure": (lambda: _shared("data", "azure", "AzureLLMInferenceTrace_conv.csv"),
+              "the Azure LLM inference trace 2023 (AzureLLMInferenceTrace_conv.csv) beside the checkout"),
+    "vllm": (lambda: peer("vllm"), "vLLM v0.23.0, unpacked in a folder of KVLAB_PEERS"),
     "cuda": (lambda: "cuda" if _cuda() else None, "a CUDA GPU"),
 }
-NEVER_REQUIRED = {"cuda"}
+NEVER_REQUIRED = {"cuda", "vllm"}
 
 
 def _cuda() -> bool:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from threading import RLock
 
 from kvlab.contract import Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
-from kvlab.memory import direct
+from kvlab.memory import direct, leases
 from kvlab.memory.block_pool import BlockPool, index_of
 from kvlab.memory.facts import PoolFacts
 from kvlab.memory.layout import CacheLayoutManifest
@@ -58,6 +58,7 @@ class Allocator:
 
     def _reset(self) -> None:
         self.epoch = 0
+        self.held: dict[str, list[tuple[int, int]]] = {}
         self.requests: dict[str, Request] = {}
         self.facts = FactSum(self._read) if self.audit == "state" else None
         self.pools = tuple(
@@ -111,6 +112,7 @@ class Allocator:
             raise
 
     allocate, release, cancel, append_batch = direct.allocate, direct.release, direct.cancel, direct.append_batch
+    lease, unlease, compensate = leases.lease, leases.unlease, leases.compensate
 
     def room(self, tokens: int) -> bool:
         """Whether every group has spare blocks for so many tokens. O(groups)."""
@@ -174,7 +176,8 @@ class Allocator:
             tuple(c.request_id for c in plan.changes), sum(c.new_rows for c in plan.changes),
             tuple(c.path for c in plan.changes),
             tuple(sum(len(c.groups[g].fresh) for c in plan.changes) for g in range(len(self.groups))),
-            tuple(runs), tuple(freed), tuple((c.group, c.rows) for c in txn.copies), tuple(evicted))
+            tuple(runs), tuple(freed), tuple((c.group, c.rows) for c in txn.copies), tuple(evicted),
+            tuple(c.version for c in plan.changes))
 
     def _note_rows(self, change: RequestChange) -> None:
         """Write down rows that tables alone will not tell: of a tail shared from now on, or seen less of than it is."""

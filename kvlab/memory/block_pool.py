@@ -70,7 +70,7 @@ class BlockPool:
 
     __slots__ = ("_born", "_generation", "block_size", "cursor", "facts", "first_block_id", "group", "head", "holes",
                  "keys", "leases", "num_blocks", "parked", "place", "reserved", "ring", "rows", "shared", "spare",
-                 "spoiled", "tail")
+                 "spoiled", "tail", "written")
 
     def __init__(self, group: str, num_blocks: int, first_block_id: int, block_size: int,
                  facts: PoolFacts | None = None) -> None:
@@ -88,6 +88,7 @@ class BlockPool:
         self.leases: dict[int, int] = {}
         self.parked: dict[int, int] = {}
         self.spoiled: set[int] = set()
+        self.written: set[int] = set()
 
     def restore(self, generation: Sequence[int], order: Sequence[int], keys: dict[int, str]) -> None:
         """Fill an empty pool: generations by index, the free queue next one first, identities. O(pool)."""
@@ -319,11 +320,14 @@ class BlockPool:
     def lease(self, word: int) -> None:
         """Keep a block from being given away while its rows are read or written, whoever lets go of it.
 
-        One that loses its last reference meanwhile takes its place in the free queue, marked. So the end of a
-        lease, like that of a reservation, changes nothing that is committed.
+        One that stands in the free queue, or loses its last reference meanwhile, keeps its place there, marked. So
+        the end of a lease, like that of a reservation, changes nothing that is committed.
         """
         index = word & INDEX_MASK
         self.leases[index] = self.leases.get(index, 0) + 1
+        if index in self.place and index not in self.parked:
+            self.parked[index] = self.place[index]
+            self.spare -= 1
 
     def unlease(self, word: int) -> None:
         index = word & INDEX_MASK

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvlab.memory.allocator import Allocator
 
 ALLOCATE, APPEND, RELEASE, CANCEL = map(CODES.__getitem__, ("allocate", "append", "release", "cancel"))
-OPENED, UNMOVED = (BOUNDARY,), ("",)
+OPENED, UNMOVED, FIRST = (BOUNDARY,), ("",), (1,)
 new = tuple.__new__
 """A receipt from all its fields in order: the named form costs as much as a whole release."""
 
@@ -43,7 +43,7 @@ def allocate(self: Allocator, request: str, tokens: int) -> AllocationReceipt:
             after = self._chain = chained(record)
             return new(AllocationReceipt, (
                 serial, before, after, epoch, "allocate", "", self.layout, (request,), tokens, OPENED, tuple(fresh),
-                tuple(runs), (), (), tuple(evicted)))
+                tuple(runs), (), (), tuple(evicted), FIRST))
     return self.apply({"op": "allocate", "request": request, "tokens": tokens})
 
 
@@ -75,7 +75,7 @@ def _end(self: Allocator, request: str, operation: str, code: int) -> Allocation
             gone = tuple(runs)
             return new(AllocationReceipt, (
                 serial, before, after, epoch, operation, operation, self.layout, (request,), 0, UNMOVED,
-                (0,) * len(gone), gone, gone, (), ()))
+                (0,) * len(gone), gone, gone, (), (), (live.version,)))
     return self.apply({"op": operation, "request": request})
 
 
@@ -129,4 +129,4 @@ def _append_now(self: Allocator, batch: Batch, opens: np.ndarray, places: list[l
     after = self._chain = chained(record)
     return new(AllocationReceipt, (
         serial, before, after, epoch, "append", "", self.layout, batch.requests, len(batch), BatchPaths(opens),
-        tuple(map(len, places)), tuple(runs), (), (), tuple(evicted)))
+        tuple(map(len, places)), tuple(runs), (), (), tuple(evicted), batch.version.copy()))

@@ -169,6 +169,8 @@ def _append_one(state: State, request: Request, count: int, gone: Counter) -> Re
         owners = 0
         if offset:
             tail, index = table[j], index_of(table[j])
+            if index in pool.written:
+                raise Rejected("write_in_flight", pool.text(tail))
             # A cached identity adds no reference, but whoever finds the block by it reads these rows.
             owners = pool.refs(index) - gone[g, index] + pool.leases.get(index, 0) + (index in pool.keys)
             # Until publication those who copy still read this block: a row that one of them may see stays.
@@ -191,6 +193,9 @@ def plan_fork(state: State, op: Operation) -> Plan:
     parent = live(state, named(op, "request"))
     expect(parent, op, state)
     child = absent(state, named(op, "child"))
+    for pool, table in zip(state.pools, parent.tables, strict=True):
+        if pool.written and pool.written & set(map(index_of, table)):
+            raise Rejected("write_in_flight", f"a block of {parent.request_id} in {pool.group}")
     groups = [GroupChange(0, shared=tuple(table)) for table in parent.tables]
     return Plan("fork", [RequestChange(child, None, 1, parent.context, groups)], reads=[parent])
 
@@ -213,7 +218,8 @@ def plan_truncate(state: State, op: Operation) -> Plan:
     for group, table in zip(state.groups, request.tables, strict=True):
         keep = -(-tokens // group.block_size)
         groups.append(GroupChange(keep, dropped=table[keep:]))
-    return Plan("truncate", [RequestChange(request.request_id, request, request.version + 1, tokens, groups)])
+    change = RequestChange(request.request_id, request, request.version + 1, tokens, groups)
+    return Plan("truncate", [change], reason=str(op.get("reason", "")))
 
 
 def plan_end(state: State, op: Operation) -> Plan:
@@ -266,16 +272,24 @@ def _bundles(state: State, wanted: Iterable[Sequence[str]]) -> list[tuple[int, i
 
 
 def plan_touch(state: State, op: Operation) -> Plan:
-    """A new request over cached bundles: they leave the free queue where they stood in it, one reference more."""
+    """A new request over cached bundles: they leave the free queue where they stood in it, one reference more.
+
+    With `tokens` it gets fresh blocks for the rest of its length in the same transaction: all of it or nothing.
+    """
     request_id = absent(state, named(op, "request"))
     found = _bundles(state, named(op, "blocks"))
     words = [[word for group, word, _ in found if group == g] for g in range(len(state.groups))]
-    tokens = length({"tokens": len(words[0]) * state.groups[0].block_size}, "tokens")
+    hit = length({"tokens": len(words[0]) * state.groups[0].block_size}, "tokens")
+    if len(set(words[0])) < len(words[0]):
+        raise Rejected("block_twice_in_table", f"request {request_id!r}")
     for group in state.groups:
-        if -(-tokens // group.block_size) != len(words[0]):
+        if -(-hit // group.block_size) != len(words[0]):
             raise Rejected("cross_group_bundle_mismatch", f"{group.group_id} has blocks of {group.block_size} tokens")
-    groups = [GroupChange(0, shared=w) for w in words]
-    return Plan("touch", [RequestChange(request_id, None, 1, tokens, groups)], found=found)
+    tokens = length(op, "tokens", hit) if "tokens" in op else hit
+    groups = [GroupChange(0, shared=w, fresh_rows=block_rows(hit, tokens, g.block_size))
+              for w, g in zip(words, state.groups, strict=True)]
+    change = RequestChange(request_id, None, 1, tokens, groups, new_rows=tokens - hit)
+    return Plan("touch", [change], found=found, writes=tokens > hit)
 
 
 def plan_evict(state: State, op: Operation) -> Plan:

@@ -63,6 +63,15 @@ class AllocationTxn:
     publication_state: str
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to read or write some blocks for a while, whoever lets go of them meanwhile (article 0x04A)."""
+
+    lease_id: str
+    kind: str
+    handles: tuple[PhysicalBlockHandle, ...]
+
+
 Run = tuple[int, int, np.ndarray | Sequence[int]]
 """(cache group, references more or less, words of the handles)."""
 
@@ -99,6 +108,7 @@ class AllocationReceipt(NamedTuple):
     free_runs: tuple[Run, ...]
     copies: tuple[tuple[int, int], ...]
     evicted_identities: tuple[str, ...]
+    versions: Sequence[int]
 
     outcome = "committed"
 

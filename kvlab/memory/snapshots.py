@@ -25,7 +25,7 @@ def pool_columns(pool: BlockPool, views: dict[int, int]) -> Json:
     refs = [pool.refs(i) for i in range(pool.num_blocks)]
     rows = [pool.valid_rows(i, views.get(i, 0)) for i in range(pool.num_blocks)]
     for i in pool.queue():
-        refs[i], rows[i] = refs[i] - 1, pool.block_size if i in pool.keys else 0
+        refs[i], rows[i] = pool.shared.get(i, 0), pool.block_size if i in pool.keys else 0
     keys = {str(pool.first_block_id + i): pool.keys[i] for i in sorted(pool.keys)}
     return {"generation": pool.generations().tolist(), "ref_cnt": refs, "valid_rows": rows, "keys": keys}
 
@@ -87,6 +87,8 @@ def _validate_group(group: CacheGroup, snapshot: Json) -> None:
         table, size = row["tables"][group.group_id], group.block_size
         if len(table) != -(-row["context"] // size):
             raise Rejected("table_length_drift", f"{request_id} has {len(table)} blocks in {group.group_id}")
+        if len(set(table)) < len(table):
+            raise Rejected("block_twice_in_table", f"{request_id} in {group.group_id}")
         for j, text in enumerate(table):
             index, gen = _handle(text, group)
             if gen != generation[index]:

@@ -74,6 +74,9 @@ class AllocatorTxn:
         try:
             self._step(VALIDATE)
             self._step(LOAD)
+            for g, word, _ in plan.found if plan.changes else ():
+                self.pools[g].lease(word)
+                self._leased.append((g, word))
             for g, group in enumerate(self.groups):
                 self._reserve(g)
                 self._step(RESERVE, group.group_id)

@@ -5,7 +5,8 @@ independent derivation, never from what the code printed.
 
 A fixture is JSON: {"fixture", "loop", "title", "machine", "base": snapshot, "trace": [step], "expect": [value],
 "negatives": [negative]}.
-    step      {"name", "do": apply|ask|stage|copied|wrote|publish|rollback|fault|admit_writer, ..., "refused"?: reason}
+    step      {"name", "do": apply|ask|stage|copied|wrote|publish|rollback|fault|admit_writer|lease|unlease|compensate,
+               ..., "refused"?: reason}
               "ask" puts a question ({"ask": word, ...}) that changes nothing; its answer is plain data
     value     {"id", "step", "pointer": JSON pointer into the step's result, "equals"}
     negative  {"id", "reason", "what", "at": step name, "do": [step]}       one more operation, or
@@ -24,8 +25,12 @@ import jsonpatch
 from jsonpointer import resolve_pointer
 
 from kvlab.contract import Event, Json, Machine, Rejected
+from kvlab.memory.address_map import AddressMap
+from kvlab.memory.address_records import read_snapshot
 from kvlab.memory.allocator import Allocator
+from kvlab.memory.books import Books
 from kvlab.memory.layout import CacheLayoutManifest
+from kvlab.reuse.identity import IdentityGate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -36,7 +41,12 @@ def _allocator(base: Json) -> Allocator:
     return machine
 
 
-MACHINES: dict[str, Callable[[Json], Machine]] = {"allocator": _allocator}
+MACHINES: dict[str, Callable[[Json], Machine]] = {
+    "allocator": _allocator,
+    "addresses": lambda base: AddressMap(read_snapshot(base)),
+    "books": Books,
+    "identity": IdentityGate.of,
+}
 
 
 class FixtureError(Exception):
@@ -50,6 +60,8 @@ class Session:
     machine: Machine
     results: dict[str, Json] = field(default_factory=dict)
     open: dict[str, Any] = field(default_factory=dict)
+    receipts: dict[str, Any] = field(default_factory=dict)
+    leases: dict[str, Any] = field(default_factory=dict)
 
     def do(self, step: Json) -> Json:
         """Perform one step; returns its result as plain data. Raises `Rejected` as the machine does."""
@@ -62,7 +74,14 @@ class Session:
         elif verb == "admit_writer":
             self.machine.admit_writer(step["request"], step["handles"])
         elif verb == "apply":
-            out["receipt"] = self.machine.apply(step["op"]).to_dict()
+            receipt = self.receipts[step.get("name", "")] = self.machine.apply(step["op"])
+            out["receipt"] = receipt.to_dict()
+        elif verb == "lease":
+            self.leases[step["lease"]] = self.machine.lease(step["request"], step["kind"], step.get("blocks"))
+        elif verb == "unlease":
+            self.machine.unlease(self.leases[step["lease"]])
+        elif verb == "compensate":
+            out["receipt"] = self.machine.compensate(self.receipts[step["of"]]).to_dict()
         elif verb == "ask":
             out["answer"] = self.machine.ask(step["question"])
         else:
@@ -116,7 +135,7 @@ def load_fixture(path: Path) -> Json:
 
 def all_fixtures(folder: Path = FIXTURES) -> list[Path]:
     """The fixtures of the repository, in order."""
-    return sorted([*folder.glob("loop*.json"), *folder.glob("incidents_*.json")])
+    return [*sorted(folder.glob("loop*.json")), *sorted(folder.glob("incidents_*.json"))]
 
 
 def play(fixture: Json, until: str | None = None) -> Session:

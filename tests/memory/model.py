@@ -177,19 +177,28 @@ class Model:
                 return "cross_group_bundle_mismatch"
         return None
 
-    def touch(self, request: str, blocks: list[list[str]]) -> str | None:
+    def touch(self, request: str, blocks: list[list[str]], tokens: int = 0) -> str | None:
         if request in self.requests:
             return "request_exists"
-        bundles, tokens = handles(blocks), len(blocks) * self.sizes[0]
+        bundles, hit = handles(blocks), len(blocks) * self.sizes[0]
         if reason := self.unfit(bundles):
             return reason
         if not bundles:
             return "invalid_length"
-        if any(-(-tokens // size) != len(bundles) for size in self.sizes):
+        if len({bundle[0] for bundle in bundles}) < len(bundles):
+            return "block_twice_in_table"
+        if any(-(-hit // size) != len(bundles) for size in self.sizes):
             return "cross_group_bundle_mismatch"
+        if tokens and tokens < hit:
+            return "invalid_length"
+        tokens = tokens or hit
+        left = [[b for b in self.free[g] if b not in {bundle[g][0] for bundle in bundles}] for g in self.groups]
+        if any(-(-tokens // size) - len(bundles) > len(free) for size, free in zip(self.sizes, left, strict=True)):
+            return "out_of_memory"
+        self.free = left
+        live = self.requests[request] = Live(1, tokens, [[b[g] for b in bundles] for g in self.groups])
         for g in self.groups:
-            self.free[g] = [b for b in self.free[g] if b not in {bundle[g][0] for bundle in bundles}]
-        self.requests[request] = Live(1, tokens, [[b[g] for b in bundles] for g in self.groups])
+            self.grow(live, g, tokens)
 
     def evict(self, blocks: list[list[str]]) -> str | None:
         bundles = handles(blocks)

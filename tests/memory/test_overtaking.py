@@ -75,11 +75,28 @@ EVICT = {"op": "evict", "blocks": BUNDLE}
 @pytest.mark.parametrize("op", [TOUCH, EVICT])
 def test_a_cached_bundle_may_be_reserved_or_gone_by_the_time(op):
     machine = cached()
-    txn, other = machine.stage(op), machine.stage(EVERYTHING)
-    refused("block_reserved", txn.publish)
+    other = machine.stage(EVERYTHING)
     refused("block_reserved", machine.apply, op)
     finish(other)
     refused("stale_block_generation", machine.apply, op)
+
+
+def test_an_eviction_may_find_its_bundle_reserved():
+    machine = cached()
+    txn, _ = machine.stage(EVICT), machine.stage(EVERYTHING)
+    refused("block_reserved", txn.publish)
+
+
+def test_a_promised_bundle_is_not_given_away():
+    """A hit that is staged is pinned: nobody may take its blocks between the promise and its publication."""
+    machine = cached()
+    before = picture(machine)
+    txn = machine.stage(TOUCH)
+    refused("out_of_memory", machine.apply, EVERYTHING)
+    assert picture(machine) == before
+    txn.rollback()
+    machine.apply(EVERYTHING)
+    machine.check()
 
 
 @pytest.mark.parametrize("op", [TOUCH, EVICT])

@@ -60,7 +60,7 @@ def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: li
         "decode": {"requests": [[n, c % 3 + 1] for n in order]},
         "truncate": {"request": name, "tokens": 0 if b == ODD else max(1, live.get(name, 1) + 1 - c % 6)},
         "cache_full": {"request": name, "blocks": blocks, "keys": [f"{c:02x}b{j}" for j in blocks]},
-        "touch": {"request": new, "blocks": picked},
+        "touch": {"request": new, "blocks": picked} | ({"tokens": 4 * len(picked) + c - 1} if a % 3 == 1 else {}),
         "evict": {"blocks": picked},
     }
     crowded = len(names) >= len(spare)
