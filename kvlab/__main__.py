@@ -1,4 +1,4 @@
-"""The command line: `python -m kvlab check | bench | get-model | record`; it only calls what the rooms offer."""
+"""The command line: `python -m kvlab check | cost | bench | get-model | record`; it only calls what the rooms offer."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def _bench(args: argparse.Namespace) -> int:
     return bench.main(args.only, Path(args.out))
 
 
+def _cost(args: argparse.Namespace) -> int:
+    from kvlab.execution.model_config import ModelFileError
+    from kvlab.study.geometries import cost_line
+
+    try:
+        print(cost_line(args.model, args.tp, args.bytes))
+    except (ModelFileError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def _get_model(args: argparse.Namespace) -> int:
     from kvlab.execution import catalog
 
@@ -78,6 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--only", default="", help="only rows whose name contains this")
     bench.add_argument("--out", default="bench.json")
     bench.set_defaults(run=_bench)
+    cost = commands.add_parser("cost", help="what one token of K/V costs on a model")
+    cost.add_argument("model", help="llama-3-8b, qwen2.5-7b, smollm2, austen, or the path of a config.json")
+    cost.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    cost.add_argument("--bytes", type=int, default=2, help="bytes of one stored scalar")
+    cost.set_defaults(run=_cost)
     get_model = commands.add_parser("get-model", help="install a model that the lessons use")
     get_model.add_argument("name", nargs="?", default="smollm2")
     get_model.set_defaults(run=_get_model)

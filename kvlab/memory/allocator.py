@@ -114,10 +114,6 @@ class Allocator:
     allocate, release, cancel, append_batch = direct.allocate, direct.release, direct.cancel, direct.append_batch
     lease, unlease, compensate = leases.lease, leases.unlease, leases.compensate
 
-    def room(self, tokens: int) -> bool:
-        """Whether every group has spare blocks for so many tokens. O(groups)."""
-        return all([pool.spare * pool.block_size >= tokens for pool in self.pools])  # noqa: C419 - a generator costs more
-
     def leased(self) -> bool:
         """Whether some open transaction holds a lease. O(groups)."""
         return any([pool.leases for pool in self.pools])  # noqa: C419 - a generator costs more

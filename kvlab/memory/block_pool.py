@@ -69,14 +69,15 @@ class BlockPool:
     """
 
     __slots__ = ("_born", "_generation", "block_size", "cursor", "facts", "first_block_id", "group", "head", "holes",
-                 "keys", "leases", "num_blocks", "parked", "place", "reserved", "ring", "rows", "shared", "spare",
-                 "spoiled", "tail", "written")
+                 "keys", "leases", "num_blocks", "parked", "place", "reserved", "ring", "rows", "shared", "size",
+                 "spare", "spoiled", "tail", "written")
 
     def __init__(self, group: str, num_blocks: int, first_block_id: int, block_size: int,
                  facts: PoolFacts | None = None) -> None:
         self.group, self.num_blocks, self.first_block_id = group, num_blocks, first_block_id
         self.block_size, self.facts = block_size, facts
-        self.ring = np.empty(2 * num_blocks, np.int64)
+        self.size = 2 * num_blocks
+        self.ring = np.empty(self.size, np.int64)
         self.ring[:num_blocks] = np.arange(num_blocks)
         self._generation, self._born = np.zeros(num_blocks, np.int32), []
         self.head, self.tail, self.holes, self.cursor, self.spare = 0, num_blocks, 0, 0, num_blocks
@@ -141,7 +142,7 @@ class BlockPool:
                 yield word & INDEX_MASK
 
     def _words(self, start: int, end: int) -> list[int]:
-        size = len(self.ring)
+        size = self.size
         a, b = start % size, start % size + end - start
         return self.ring[a:b].tolist() + (self.ring[: b - size].tolist() if b > size else [])
 
@@ -158,10 +159,9 @@ class BlockPool:
         if self.spare < count:
             return None
         self.spare -= count
-        at = self.head % len(self.ring)
-        words = self.ring[at : at + count]
-        if len(words) < count:
-            words = np.concatenate((words, self.ring[: count - len(words)]))
+        ring, size = self.ring, self.size
+        at = self.head % size
+        words = ring[at : at + count] if at + count <= size else np.concatenate((ring[at:], ring[: at + count - size]))
         words = np.add(words, _NEXT)
         self.head = self.cursor = self.head + count
         while self.place and next(iter(self.place.values())) < self.head:
@@ -214,7 +214,7 @@ class BlockPool:
 
     def _unlink(self, position: int) -> None:
         """Take the entry at a position out of the queue; the head passes the holes that it meets. Amortised O(1)."""
-        size = len(self.ring)
+        size = self.size
         self.ring[position % size] = HOLE
         self.holes += 1
         while self.holes and self.ring[self.head % size] == HOLE:
@@ -224,10 +224,10 @@ class BlockPool:
 
     def _link(self, word: int) -> int:
         """Append one word at the end of the queue; its position. Amortised O(1)."""
-        if self.tail - self.head == len(self.ring):
+        if self.tail - self.head == self.size:
             self._squeeze()
         position = self.tail
-        self.ring[position % len(self.ring)] = word
+        self.ring[position % self.size] = word
         self.tail += 1
         return position
 
@@ -302,7 +302,7 @@ class BlockPool:
 
         The short way, where no `facts` follow: O(1) array operations.
         """
-        count, size = len(words), len(self.ring)
+        count, size = len(words), self.size
         if self.rows:
             self.rows.pop(int(words[-1]) & INDEX_MASK, None)
         if self.tail - self.head + count > size:

@@ -162,7 +162,14 @@ def app() -> Iterator[Row]:
     yield Row("app, a step until its first picture", "ms", median(steps), "limit", 50.0, 1.0, "lower")
 
 
-BENCHES: dict[str, Callable[[], Iterator[Row]]] = {"decode": decode, "app": app}
+def allocator() -> Iterator[Row]:
+    """The bookkeeping of the ownership contract beside other engines' cores."""
+    from kvlab.study import bench_memory
+
+    yield from bench_memory.allocator()
+
+
+BENCHES: dict[str, Callable[[], Iterator[Row]]] = {"decode": decode, "allocator": allocator, "app": app}
 
 
 def _cell(value: float | None) -> str:
@@ -172,12 +179,12 @@ def _cell(value: float | None) -> str:
 def main(only: str, out: Path) -> int:
     """Run the benches whose name contains `only`, print the table, write it to `out`; always 0."""
     rows = [row for name, bench in BENCHES.items() if only in name for row in bench()]
-    print(f"{'measurement':<38}{'ours':>9}  {'unit':<10}{'peer or limit':>14}{'ratio':>8}{'target':>9}  holds")
+    print(f"{'measurement':<40}{'ours':>9}  {'unit':<10}{'peer or limit':>14}{'ratio':>8}{'target':>9}  holds")
     for row in rows:
         sign = "≥" if row.better == "higher" else "≤"
         target = f"{sign} {row.target:g}" if row.target is not None else "–"
         holds = {True: "yes", False: "NO", None: "–"}[row.holds]
-        print(f"{row.name:<38}{_cell(row.ours):>9}  {row.unit:<10}{_cell(row.theirs):>14}{_cell(row.ratio):>8}"
+        print(f"{row.name:<40}{_cell(row.ours):>9}  {row.unit:<10}{_cell(row.theirs):>14}{_cell(row.ratio):>8}"
               f"{target:>9}  {holds}" + (f"  ({row.against or row.note})" if row.against or row.note else ""))
     table = [asdict(row) | {"ratio": row.ratio, "holds": row.holds} for row in rows]
     out.write_text(json.dumps(table, indent=1) + "\n")

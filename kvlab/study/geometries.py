@@ -61,7 +61,11 @@ def find(where: str) -> Geometry:
     """
     if where.lower() in KNOWN:
         return KNOWN[where.lower()]
-    path = catalog.resolve(where)
+    try:
+        path = catalog.resolve(where)
+    except ModelFileError:
+        names = ", ".join([*KNOWN, "austen"])
+        raise ModelFileError(Path(where), f"a config.json, a folder with one, or one of the names {names}") from None
     return from_config(path / "config.json" if path.is_dir() else path, "" if where != "austen" else "austen-llama")
 
 

@@ -122,7 +122,7 @@ def picture(allocator: Allocator) -> dict[str, Any]:
 
 def ring(pool: BlockPool) -> list[int]:
     """The words between head and tail, holes included."""
-    return [int(pool.ring[position % len(pool.ring)]) for position in range(pool.head, pool.tail)]
+    return [int(pool.ring[position % pool.size]) for position in range(pool.head, pool.tail)]
 
 
 def at_rest(allocator: Allocator) -> bool:
