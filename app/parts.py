@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,12 +64,22 @@ def legend() -> None:
 
 
 @st.fragment
-def show(recording: dict[str, Any], query: dict[str, Any], frame: int, seek: str) -> None:
+def show(recording: dict[str, Any], query: dict[str, Any], frame: int, seek: str,
+         picked: Callable[[str], None] | None = None) -> None:
     """The stage, and under it the link and the downloads of the frame that it rests on.
 
     A fragment: stepping reruns only this, never the page. `query` are the link's parameters without the frame.
+    `picked` gets the key of a shape that the reader chose on the stage; then the whole page runs again.
     """
-    result = stage_component()(recording, frame, report=True, key="stage", seek=seek)
+    def choose() -> None:
+        if key := st.session_state["stage"].picked:
+            picked(key)
+            st.session_state["stage_picked"] = True
+
+    result = stage_component()(recording, frame, report=True, key="stage", seek=seek,
+                               on_pick=choose if picked is not None else None)
+    if st.session_state.pop("stage_picked", False):
+        st.rerun()
     at = getattr(result, "frame", None)
     at = frame if at is None else min(int(at), len(recording["frames"]) - 1)
     st.query_params.from_dict(query | {"f": str(at + 1)})

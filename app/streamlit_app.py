@@ -14,6 +14,7 @@ PAGES = {
     "identity_gate": ("May I reuse these bytes?", "identity-gate"),
     "ledgers": ("Where did the memory go?", "ledgers"),
     "addresses": ("From a token to a byte", "addresses"),
+    "ownership": ("Who may write here?", "ownership"),
 }
 
 st.navigation(

@@ -23,8 +23,9 @@ from kvlab.memory.kv_store import PagedStep
 from kvlab.memory.records import BOUNDARY, COPY_ON_WRITE, IN_PLACE, PUBLICATION_ORDER
 from kvlab.memory.transaction import StagedRequest
 from kvlab.serving.engine import Sampling
-from kvlab.study import conversation, fixtures, lesson
+from kvlab.study import conversation, crowd, fixtures, lesson
 from kvlab.study.lesson import Comparison, PagedWorld, Question, Stills, Table
+from kvlab.study.lesson_ownership import Bench, fresh, stories
 from kvlab.study.setup import Setup
 from kvlab.views import pool
 from kvlab.views.stage import widget
@@ -359,6 +360,81 @@ except Rejected as no:
 # The block number is the same. Only the **generation**, the number behind the @, tells the two lifetimes apart. With
 # bare block ids, as in the engine's column above, only the order of events can keep this write away from Clara.
 #
+# ## The owner is gone, the transfer is not
+#
+# Some writers cannot be refused. Another machine sends A's rows straight into memory, and meanwhile A is called off.
+# May its blocks be given away? SGLang did so, and the transfer wrote into the next owner's pages (pull request 35049).
+# A **lease** outlasts its request. Here is one, in pools of three blocks. B needs two of them.
+
+# %%
+wire = Bench(fresh(blocks=3))
+for word in ("allocate.A.20", "lease.A.write", "fork.A.C", "cancel.A", "allocate.B.32", "unlease.1", "allocate.B.32"):
+    print(f"{word:<16}{wire.say(word) or 'done'}")
+
+# %% [markdown]
+# While rows arrive nobody may share these blocks either. And this is what B saw when it was refused: three blocks in
+# each queue, and two of them behind a padlock.
+
+# %%
+transfer = wire.recording("The owner is gone, the transfer is not")
+Stills(transfer.frames[wire.frame(transfer, back=3)])
+
+# %% [markdown]
+# ## Published, so never erased
+#
+# A rollback ends where publication begins. What if an append was a mistake, and everybody has seen it? You
+# **compensate**: an ordinary next transaction cuts its rows off again. Both stay in the history.
+
+# %%
+undone = Bench(fresh())
+for word in ("allocate.A.33", "append.A.7", "compensate"):
+    undone.say(word)
+
+receipts = [step.receipt for step in undone.history if step.receipt]
+Table(["epoch", "operation", "reason", "rows written", "state before", "state after"],
+      [[r["allocator_epoch_after"], r["operation"], r["reason"], r["useful_new_rows"],
+        r["predecessor_digest"][:6], r["successor_digest"][:6]] for r in receipts])
+
+# %% [markdown]
+# A has its 33 tokens again, and the state is a third one, not the first. Once A has moved on, it is too late:
+
+# %%
+mistake = undone.machine.append("A", 7)
+undone.machine.append("A", 1)
+try:
+    undone.machine.compensate(mistake)
+except Rejected as no:
+    print("refused:", no.reason)
+    print("        ", no.meaning)
+
+# %% [markdown]
+# ## Many writers
+#
+# So far one writer came after the other. Now six threads share one allocator. They copy and write their rows outside
+# its lock, so anybody may publish in between. *Linearisable* means: each operation takes effect at one moment between
+# its call and its return, so some order of one after another explains everything. Here it is the order of the epochs.
+
+# %%
+many = crowd.let_them_write(calls=2_000, threads=6, seed=1)
+
+print("calls, each published or refused:", sum(many.receipts.values()) + sum(many.refusals.values()))
+print("the receipts form one unbroken chain:", many.unbroken)
+print("each was published between its call and its return:", many.in_time)
+print("every row that lives is what its writer wrote:", many.own == many.rows > 0)
+
+# %% [markdown]
+# Who met whom is another story in every run. Set the switch to `True` and run the cell again and again: the numbers
+# change, and the four lines above do not. This cell's output is not stored and not compared.
+
+# %% tags=["nbval-ignore-output"]
+WHO_MET_WHOM = False
+
+if WHO_MET_WHOM:
+    met = crowd.let_them_write(calls=2_000, threads=6)
+    print(f"{met.met:,} of {met.calls:,} calls saw somebody else publish while they ran")
+    display(Table(["outcome", "calls"], [*met.receipts.items(), *met.refusals.items()]))
+
+# %% [markdown]
 # ## Failure lab
 #
 # Pick something forbidden. It is tried on a fresh machine, now. Look at the reason, and at the two digests.
@@ -375,6 +451,14 @@ everything = lesson.refusals(trace)
 unchanged = sum(row[-1] == "= unchanged" for row in everything.rows)
 print(f"{unchanged} of {len(everything.rows)} refused, digest unchanged")
 display(everything)
+
+# %% [markdown]
+# Some of it has happened. Here are thirteen public bugs, and the word with which this machine says no. The
+# visualiser's page *Who may write here?* tells what went wrong, and lets you try them one by one.
+
+# %%
+Table(["engine", "what people saw", "refused with"],
+      [[case.engine, case.what, f"✗ {case.attempt().reason}"] for case in stories()])
 
 # %% [markdown]
 # ## The same at work: eight answers to one prompt
@@ -478,6 +562,7 @@ print(*what_if.frames[-1].text().split("\n")[:2], sep="\n")
 # - A block is written by its one owner, or copied first. The copy moves the valid rows of the tail, never more.
 # - Counts follow from tables. A name is an id and a generation. Publication is one point.
 # - Before that point you may roll back, and nothing happened. After it there is only a next transaction.
+# - A lease outlasts its request. And in whatever order threads meet, the epochs tell one story.
 #
 # **Try it.** Change `BEN` and see what Anna's chat says. Branch a third chat before anybody writes, and predict who
 # pays. Give `shared` only 5 blocks, and read the refusal.

@@ -130,6 +130,25 @@ def only_strides(chosen: dict[str, Any], trace: AddressTrace) -> None:
     st.caption("In the picture the tensors lie one behind another from byte 0 on, so that it is the same in every run.")
 
 
+def choose(key: str) -> None:
+    """What a reader picked on the stage: a row, a block of the table, a cache group, a head or a lane."""
+    state = st.session_state
+    now = {name: state[KEY + name] for name in START if KEY + name in state}
+    groups = data(now["run"])["snapshot"]["groups"]
+    group = next((g for g in groups if g["layer_start"] <= now["layer"] < g["layer_end"]), groups[0])
+    size, (kind, _, name) = group["block_size"], key.partition("/")
+    if kind == "row":
+        state[KEY + "token"] = now["token"] // size * size + int(name)
+    elif kind == "entry":
+        state[KEY + "token"] = int(name) * size
+    elif kind == "group":
+        state[KEY + "layer"] = next(g["layer_start"] for g in groups if g["id"] == name)
+    elif name == "kv_head_local":
+        state[KEY + "head"] = (now["head"] + 1) % group["kv_heads_local"]
+    elif name == "head_dim":
+        state[KEY + "lane"] = (now["lane"] + 1) % group["head_dim"]
+
+
 if KEY + "run" not in st.session_state:
     start, frame = START, None
     with parts.in_plain_words():
@@ -145,7 +164,7 @@ with parts.in_plain_words():
     last, asked = len(made.frames) - 1, st.session_state.pop(KEY + "frame", None)
     above = st.container()
     parts.show(made.to_dict(), {k: str(v) for k, v in choice.items()}, last if asked is None else min(asked, last),
-               seek=made.id)
+               seek=made.id, picked=choose)
     if choice["run"] == REAL and not way.refused:
         only_strides(choice, way)
     with above:

@@ -262,7 +262,7 @@ def _bundles(state: State, wanted: Iterable[Sequence[str]]) -> list[tuple[int, i
     found: list[tuple[int, int, str]] = []
     for bundle in wanted:
         if len(bundle) != len(state.pools):
-            raise Rejected("cross_group_bundle_mismatch", f"{len(bundle)} blocks for {len(state.pools)} groups")
+            raise Rejected("cross_group_bundle_mismatch", f"a bundle of {len(bundle)} for {len(state.pools)} groups")
         words = [pool.word(text) for pool, text in zip(state.pools, bundle, strict=True)]
         rows = [(g, word, identity(state.pools[g], word)) for g, word in enumerate(words)]
         if len({key for _, _, key in rows}) > 1:

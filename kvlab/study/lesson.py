@@ -13,7 +13,6 @@ from html import escape
 from typing import Any
 
 import ipywidgets as widgets
-import jsonpatch
 import torch
 from torch import Tensor
 
@@ -302,22 +301,10 @@ class Bounce:
 
 def bounce(fixture: Json, negative: Json) -> Bounce:
     """Try one of a fixture's negatives on a fresh machine. ValueError if it is accepted."""
-    session = fixtures.play(fixture, negative.get("at", "base"))
-    machine = session.machine
-    if "patch" in negative:
-        good = machine.snapshot()
-        machine.load(good)  # a load restarts the machine; its digest must not count as the refusal's doing
-    for step in negative.get("do", [])[:-1]:
-        session.do(step)
-    before = machine.digest
-    try:
-        if "patch" in negative:
-            machine.load(jsonpatch.apply_patch(good, negative["patch"]))
-        else:
-            session.do(negative["do"][-1])
-    except Rejected as no:
-        return Bounce(negative["id"], negative["what"], no.reason, no.meaning, before, machine.digest)
-    raise ValueError(f"{negative['id']} was accepted")
+    tried = fixtures.attempt(fixture, negative)
+    if not tried.reason:
+        raise ValueError(f"{negative['id']} was accepted")
+    return Bounce(negative["id"], negative["what"], tried.reason, REASONS[tried.reason], tried.before, tried.after)
 
 
 def refusals(fixture: Json) -> Table:

@@ -92,9 +92,9 @@ def _groups(s: Sight) -> Iterator[Shape]:
     for g in s.snapshot["groups"]:
         words = f"{g['id']}: layers {g['layer_start']}–{g['layer_end'] - 1}"
         if s.group is not None and g["id"] == s.group["id"]:
-            yield shapes.link(f"group/{g['id']}", x, Y["group"], words, s.letter, w=168)
+            yield shapes.link(f"group/{g['id']}", x, Y["group"], words, s.letter, w=168, says=f"Cache group {words}")
         else:
-            yield shapes.well(f"group/{g['id']}", x, Y["group"], words, w=168, h=22)
+            yield shapes.well(f"group/{g['id']}", x, Y["group"], words, w=168, h=22, says=f"Cache group {words}")
         x += 180
     if s.refused and s.done == CONTEXT:
         yield shapes.reason("why", x, Y["group"] - 2, t["refused"])
@@ -125,14 +125,15 @@ def _table(s: Sight) -> Iterator[Shape]:
     yield _head("table", "block table", sub)
     for column, place in enumerate(places):
         x, key = LEFT + column * PITCH, f"entry/{place}"
-        chosen = known and place == j
+        chosen, first = known and place == j, place * s.group["block_size"]
+        says = f"Entry {place} of the table: tokens {first} to {first + s.group['block_size'] - 1}"
         if place >= len(entries):
-            yield shapes.well(key, x, Y["table"], "no entry", h=22, refused=s.refused and s.done == BLOCK)
+            yield shapes.well(key, x, Y["table"], "no entry", h=22, refused=s.refused and s.done == BLOCK, says=says)
         elif chosen and (s.done >= TABLE or s.ghost):
             yield shapes.link(key, x, Y["table"], _handle(entries[place]), s.letter,
-                              refused=(s.refused and s.done == TABLE) or None)
+                              refused=(s.refused and s.done == TABLE) or None, says=says)
         else:
-            yield shapes.well(key, x, Y["table"], f"▸ block {place}" if chosen else f"block {place}", h=22)
+            yield shapes.well(key, x, Y["table"], f"▸ block {place}" if chosen else f"block {place}", h=22, says=says)
     if s.refused and s.done in (BLOCK, TABLE):
         yield shapes.reason("why", LEFT, Y["pool"] + 10, s.trace["refused"])
 
@@ -184,7 +185,8 @@ def _rows(s: Sight) -> Iterator[Shape]:
         token = None if row >= valid else f"{first + row}" if mine else "·"
         no = s.refused and row == offset and (s.ghost is not None or s.done == IDENTITY)
         yield shapes.slot(f"row/{row}", LEFT + column * ROW_PITCH, Y["rows"], str(row), token,
-                          owner=s.letter if mine and row < valid else None, w=47, h=40, refused=no or None)
+                          owner=s.letter if mine and row < valid else None, w=47, h=40, refused=no or None,
+                          says=f"Row {row} of this block: token {first + row}{'' if mine else f', not for {s.letter}'}")
     x = LEFT + (offset - places.start) * ROW_PITCH + 23.5
     if s.done >= VALID:
         words = f"slot id {s.trace['slot_id']:,}" if s.done >= SLOT else f"row {offset}"
@@ -217,7 +219,8 @@ def _axes(s: Sight) -> Iterator[Shape]:
         index, size, x = _index(s, axis), s.group["shape"][n], LEFT + n * pitch
         no = s.refused and (s.done, axis) in ((VALID, "kv_head_local"), (HEAD, "head_dim"))
         yield shapes.slot(f"axis/{axis}", x, Y["axes"], f"{WORD[axis]} of {size}", None if index is None else index,
-                          w=round(pitch - 10), h=44, owner=None if index is None else s.letter, refused=no or None)
+                          w=round(pitch - 10), h=44, owner=None if index is None else s.letter, refused=no or None,
+                          says=f"{WORD[axis]}: {'not known yet' if index is None else index}, of {size}")
         if s.done >= ELEMENT:
             stride, middle = t["strides"][axis], x + (pitch - 10) / 2
             yield shapes.label(f"stride/{axis}", middle, Y["axes"] + 60, f"× {stride:,}", "s m d c")

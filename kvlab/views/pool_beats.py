@@ -14,13 +14,15 @@ RESERVE, COPY, WRITE = (
 COPY_ON_WRITE = "copy_on_write_bundle_then_append"
 GIVEN_UP = "rolled_back"
 """Step, path and outcome as the allocator logs them (article 0x05C, 0x04E); the last is a rollback by choice."""
+LEASES = ("lease", "unlease")
+"""A lease outside a transaction is staged under its own name: it begins, and ends with nothing leased any more."""
 
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One frame to be: `what` is start, reserve_some, reserve, copy, write, commit, refused or back.
+    """One frame to be: `what` is start, reserve_some, reserve, copy, write, commit, lease, unlease, refused or back.
 
     `before` and `after` are committed snapshots, equal unless `what` is commit. `staged` is the overlay of the
     transaction concerned, `open` that of every transaction that is open at this point, the concerned one included
@@ -84,6 +86,8 @@ def beats(history: Json, notes: Json | None = None) -> Iterator[Beat]:
 
 def _staged_beat(step: Json, following: Sequence[Json], groups: int, seen_some: bool) -> str:
     staged, name = step["staged"], step.get("step")
+    if name in LEASES:
+        return name
     copying = bool(staged["copies"]) or COPY_ON_WRITE in {r["path"] for r in staged["requests"].values()}
     if name == RESERVE and any(staged["reserved"].values()):
         if sum(entry.startswith(RESERVE) for entry in staged["log"]) == groups:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlab.views.pool_beats import Beat
+from kvlab.views.pool_beats import LEASES, Beat
 from kvlab.views.pool_grid import Shelf, Window, row_bytes, unseen
 from kvlab.views.pool_sheet import size
 from kvlab.views.pool_words import amount, asked, either, listed
@@ -129,6 +129,9 @@ def _changed(beat: Beat) -> Iterator[str]:
         yield f"Refused: {asked(beat.op)}. Reason: {beat.reason}. The state is unchanged."
     elif beat.what == "back":
         yield f"Rolled back: {asked(beat.op)}. The state is unchanged."
+    elif beat.what in LEASES:
+        yield f"Outside any transaction: {asked(beat.op)}. The state is unchanged."
+        yield from _staged(beat)
     else:
         yield f"Staged, not visible yet: {asked(beat.op)}. The state is unchanged."
         yield from _staged(beat)

@@ -76,6 +76,14 @@ def asked(op: Json) -> str:
         case "touch" | "evict":
             handles = listed(h for bundle in op.get("blocks", ()) for h in bundle)
             return f"{name} {handles} for {who}" if who else f"{name} {handles}"
+        case "admit_writer":
+            return f"write into {who}'s tail as {listed(op.get('handles', {}).values())}"
+        case "lease":
+            return f"lease {who}'s blocks, to {op.get('kind')} them"
+        case "unlease":
+            return f"end lease {op.get('lease')}"
+        case "compensate":
+            return f"undo the {spell(str(op.get('undone')))}" + (f" of {who}" if who else "")
     return f"{spell(name)} {who}" if who else spell(name)
 
 
@@ -113,7 +121,7 @@ def _reserve(beat: Beat) -> Words:
     who, handles = called(staged["requests"]), reserved(staged)
     at = next((g for g, rs in staged["reserved"].items() if rs), "") if some else ""
     place = f"in {at} first" if some else everywhere(beat.after)
-    verb = "arrives" if beat.op["op"] == "allocate" else either(staged["requests"], "appends", "append")
+    verb = "arrives" if beat.op["op"] in ("allocate", "touch") else either(staged["requests"], "appends", "append")
     return Words(
         f"{who} {verb}: reserve {place}",
         f"{_cause(beat)} {listed(handles)} {either(handles, 'leaves', 'leave')} "
@@ -127,6 +135,8 @@ def _cause(beat: Beat) -> str:
     if beat.op["op"] == "allocate":
         tokens = beat.op["tokens"]
         return f"{amount(tokens, 'token')} {either(tokens, 'needs', 'need')} room."
+    if beat.op["op"] == "touch":
+        return "What was found is leased, and the rest needs room."
     sharing = [r for r, row in requests.items() if row["path"] == COPY_ON_WRITE]
     if sharing:
         alone = " shares its tail, so it needs a block of its own."
@@ -171,6 +181,20 @@ def _new_rows(beat: Beat, request: str) -> tuple[int, ...]:
     return tuple(t % of for t in range(start, end))
 
 
+def _lease(beat: Beat) -> Words:
+    op, handles = beat.op, [h for group in beat.staged["leases"].values() for h in group]
+    return Words(
+        f"A lease on {op['request']}'s blocks, to {op['kind']} them",
+        f"{listed(handles)} {either(handles, 'stays', 'stay')} out of circulation until it ends, even if "
+        f"{op['request']} lets go. A lease is no part of the state, so the digest is the same.",
+    )
+
+
+def _unlease(beat: Beat) -> Words:
+    return Words("The lease ends", f"{listed(beat.op['handles'])}: whoever read or wrote there is done. "
+                                   "What is free of it may be given away from now on.")
+
+
 def _refused(beat: Beat, reasons: Mapping[str, str]) -> Words:
     told = reasons.get(beat.reason) or f"{spell(beat.reason).capitalize()}."
     detail = f" ({clip(beat.detail, 80)})" if len(beat.detail) > 3 else ""
@@ -199,6 +223,8 @@ _BEFORE: dict[str, Callable[[Beat], Words]] = {
     "reserve_some": _reserve,
     "copy": _copy,
     "write": _write,
+    "lease": _lease,
+    "unlease": _unlease,
     "back": _back,
 }
 
@@ -282,7 +308,7 @@ def _fork(beat: Beat) -> Words:
 
 def _truncate(beat: Beat) -> Words:
     request, freed, dropped = beat.receipt["requests"][0], beat.receipt["freed"], beat.receipt["refcount_deltas"]
-    title = f"Truncate {request} to {amount(beat.after['requests'][request]['context'], 'token')}"
+    title = f"Truncate {request} to {amount(beat.after['requests'][request]['context'], 'token')}" + _told(beat.receipt)
     if not dropped:
         return Words(title, f"No block is given up: {request} only sees fewer rows of its last one.")
     fate = (
@@ -303,8 +329,15 @@ def _end(beat: Beat) -> Words:
     stay = len(receipt["refcount_deltas"]) - freed
     parts = [f"{amount(freed, 'block')} had no other owner and went to the end of the queue."] * bool(freed)
     parts += [f"{amount(stay, 'block')} {either(stay, 'stays', 'stay')}, held by others."] * bool(stay)
+    leased = {h for group in (beat.open or {"leases": {}})["leases"].values() for h in group}
+    parts += ["A lease keeps what it names there from being given away."] * bool(leased & set(receipt["freed"]))
+    return Words(f"{receipt['operation'].capitalize()} {request}{_told(receipt)}", " ".join(parts))
+
+
+def _told(receipt: Json) -> str:
+    """Why it was done, where the receipt says more than what was done."""
     told = receipt["reason"] if receipt["reason"] != receipt["operation"] else ""
-    return Words(f"{receipt['operation'].capitalize()} {request}{told and f': {spell(told)}'}", " ".join(parts))
+    return f": {spell(told)}" if told else ""
 
 
 def _cache_full(beat: Beat) -> Words:
@@ -316,13 +349,17 @@ def _cache_full(beat: Beat) -> Words:
 
 
 def _touch(beat: Beat) -> Words:
-    request = beat.receipt["requests"][0]
-    row = beat.after["requests"][request]
-    woken = [h for g, table in row["tables"].items() for h in table if block_of(h) in set(beat.before["free"][g])]
+    request, more = beat.receipt["requests"][0], beat.receipt["useful_new_rows"]
+    row, sizes = beat.after["requests"][request], {g["group_id"]: g["block_size"] for g in beat.after["groups"]}
+    found = row["context"] - more
+    tables = {g: table[: -(-found // sizes[g])] for g, table in row["tables"].items()}
+    woken = [h for g, table in tables.items() for h in table if block_of(h) in set(beat.before["free"][g])]
     left = f" {listed(woken)} {either(woken, 'leaves', 'leave')} the free queue." if woken else ""
+    rest = f" {amount(more, 'new row')} {either(more, 'goes', 'go')} into fresh blocks, in the same transaction."
     return Words(
-        f"{request} finds {amount(row['context'], 'token')} in the cache",
-        f"The rows are still there, and {request} takes a reference. Nothing is computed or copied.{left}",
+        f"{request} finds {amount(found, 'token')} in the cache" + (f", adds {more:,}" if more else ""),
+        f"The rows are still there, and {request} takes a reference. Nothing is computed or copied"
+        + (f" for them.{left}{rest}" if more else f".{left}"),
     )
 
 

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
-from tests.support import ROOT
+from tests.app.pages import open_page, stage_of
 
-
-@pytest.fixture(autouse=True)
-def beside_its_parts(monkeypatch):
-    """The page is run alone here; in the app its folder's parent is on the path."""
-    monkeypatch.syspath_prepend(str(ROOT / "app"))
-
-
-def page(query=None):
-    at = AppTest.from_file(str(ROOT / "app" / "app_pages" / "addresses.py"), default_timeout=120)
-    for name, value in (query or {}).items():
-        at.query_params[name] = value
-    return at.run()
-
-
-def stage_of(at):
-    assert not at.exception, at.exception
-    (element,) = at.get("bidi_component")
-    return dict(zip(("recording", "frame", "report", "seek"), json.loads(element.proto.json), strict=True))
+page = partial(open_page, "app_pages/addresses.py")
 
 
 def last(at):

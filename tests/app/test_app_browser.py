@@ -94,3 +94,31 @@ def test_running_shows_progress_and_then_the_new_recording(address):
         page.get_by_role("progressbar").first.wait_for(timeout=60_000)
         page.wait_for_selector(".kvs[data-rest='0']", timeout=120_000)
         assert page.locator(".kvs b", has_text="bold").count() == 0
+
+
+def test_a_click_on_a_row_follows_that_token(address):
+    """Addresses: the scalar is chosen on the stage, and the sidebar follows."""
+    with browser_page(1280, 1000, strict=False) as page:
+        page.goto(f"{address}/addresses")
+        page.wait_for_selector(".kvs[data-rest='12']", timeout=60_000)
+        for key, label, value in (("row/9", "Token", "25"), ("entry/0", "Token", "0"),
+                                  ("axis/kv_head_local", "Head", "0")):
+            page.locator(f'svg.st [data-key="{key}"]').click()
+            page.wait_for_function(
+                "([label, value]) => document.querySelector(`input[aria-label='${label}']`)?.value === value",
+                arg=[label, value], timeout=30_000)
+        at_rest(page, 12)
+
+
+@pytest.mark.parametrize("word", ["identity-gate", "ledgers", "addresses", "ownership"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_opens_on_a_stage_that_steps(address, word, scheme):
+    with browser_page(1280, 1000, color_scheme=scheme) as page:
+        page.goto(f"{address}/{word}")
+        page.wait_for_selector(".kvs[data-rest]", timeout=60_000)
+        rest = int(page.get_attribute(".kvs", "data-rest"))
+        page.locator(".kvs .back" if rest else ".kvs .next").click()
+        at_rest(page, rest - 1 if rest else 1)
+        assert page.locator("[data-testid=stException]").count() == 0
+        assert page.locator("svg.st").bounding_box()["width"] > 600
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

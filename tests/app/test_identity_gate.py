@@ -5,30 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from kvlab.study import fixtures
-from tests.support import ROOT
+from tests.app.pages import open_page, stage_of
 
 FIXTURE = fixtures.load_fixture(fixtures.FIXTURES / "loop2_identity.json")
 
 
-@pytest.fixture(autouse=True)
-def beside_the_pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "app"))
-
-
 def page(**query):
-    at = AppTest.from_file(str(ROOT / "app" / "app_pages" / "identity_gate.py"), default_timeout=120)
-    for name, value in query.items():
-        at.query_params[name] = value
-    return at.run()
-
-
-def shown(at):
-    assert not at.exception, at.exception
-    (element,) = at.get("bidi_component")
-    return dict(zip(("recording", "frame", "report", "seek"), json.loads(element.proto.json), strict=True))
+    return open_page("app_pages/identity_gate.py", query)
 
 
 def said(at):
@@ -37,7 +22,7 @@ def said(at):
 
 def test_it_opens_at_once_on_a_refusal_with_its_last_frame():
     at = page()
-    stage = shown(at)
+    stage = stage_of(at)
     assert stage["frame"] == len(stage["recording"]["frames"]) - 1
     assert stage["recording"]["frames"][-1]["title"] == "Refused by cache_layout_sha256"
     assert "`tp_rank_mismatch`" in said(at) and "here is a candidate" in said(at) and "unchanged" in said(at)
@@ -56,7 +41,7 @@ def test_it_opens_at_once_on_a_refusal_with_its_last_frame():
 ])
 def test_each_change_is_stopped_by_its_check(edit, reason, candidate):
     at = page(who="alice", record="g0/1000@3", d=[edit])
-    shown(at)
+    stage_of(at)
     assert f"`{reason}`" in said(at)
     assert ("here is a candidate" in said(at)) == candidate
     assert "unchanged" in said(at)
@@ -66,7 +51,7 @@ def test_each_change_is_stopped_by_its_check(edit, reason, candidate):
                                   "a longer prompt"])
 def test_what_decides_nothing_is_let_through_and_held(edit):
     at = page(who="alice", record="g0/1000@3", d=[edit])
-    assert shown(at)["recording"]["frames"][-1]["kind"] == "committed"
+    assert stage_of(at)["recording"]["frames"][-1]["kind"] == "committed"
     assert "may be reused" in said(at) and "held for the consumer" in said(at)
 
 
@@ -74,7 +59,7 @@ def test_what_decides_nothing_is_let_through_and_held(edit):
                                              ("amy", "lookup_before_authorization")])
 def test_whoever_may_not_look_stops_before_the_key(who, reason):
     at = page(who=who, record="g0/1000@3", d=[])
-    frames = shown(at)["recording"]["frames"]
+    frames = stage_of(at)["recording"]["frames"]
     assert len(frames) == 2 and frames[-1]["title"] == "Refused before anything is looked up"
     assert reason in json.dumps(frames[-1]) and said(at).count("not asked") == 2
 
@@ -98,11 +83,11 @@ def test_several_changes_and_the_other_record():
 
 
 def test_a_link_reopens_the_frame_and_a_wrong_one_is_said_in_words():
-    assert shown(page(who="alice", record="g0/1000@3", d=["another adapter"], f="3"))["frame"] == 2
-    assert shown(page(who="alice", record="g0/1000@3", d=["another adapter"], f="999"))["frame"] == 6
+    assert stage_of(page(who="alice", record="g0/1000@3", d=["another adapter"], f="3"))["frame"] == 2
+    assert stage_of(page(who="alice", record="g0/1000@3", d=["another adapter"], f="999"))["frame"] == 6
     for query in ({"who": "eve"}, {"who": "bob", "record": "x"}, {"who": "bob", "d": ["nonsense"]}):
         at = page(**query)
-        assert shown(at) and "does not have" in at.warning[0].value
+        assert stage_of(at) and "does not have" in at.warning[0].value
 
 
 def test_the_harm_is_run_on_the_real_model():

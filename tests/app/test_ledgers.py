@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from kvlab.study.occupancy import PAPER_REPORTED
+from tests.app.pages import open_page, stage_of
 from tests.support import ROOT
-
-PAGE = ROOT / "app" / "app_pages" / "ledgers.py"
 
 
 @pytest.fixture
-def page(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "app")
-
-    def opened(query=None):
-        at = AppTest.from_file(str(PAGE), default_timeout=120)
-        for name, value in (query or {}).items():
-            at.query_params[name] = value
-        return at.run()
-
-    return opened
-
-
-def stage_of(at):
-    assert not at.exception, at.exception
-    (element,) = at.get("bidi_component")
-    return dict(zip(("recording", "frame", "report", "seek"), json.loads(element.proto.json), strict=True))
+def page():
+    return partial(open_page, "app_pages/ledgers.py")
 
 
 def figures(at):
@@ -126,7 +110,7 @@ def test_a_file_of_ones_own_with_its_credit_and_its_bad_rows(page, tmp_path):
 
 
 def test_a_file_that_is_no_trace_is_named(page, tmp_path):
-    for path in (tmp_path / "nowhere.csv", PAGE):
+    for path in (tmp_path / "nowhere.csv", ROOT / "README.md"):
         at = page({"file": str(path)})
         at.button[-1].click()
         at.run()

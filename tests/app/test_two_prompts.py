@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
 from kvlab.study.setup import Link
-from tests.support import FIXTURES, ROOT
+from tests.app.pages import open_page, stage_of
+from tests.support import FIXTURES
 
 COMMITTED = json.loads((FIXTURES / "two_prompts.json").read_text())
-
-
-def page(query=None):
-    at = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=120)
-    for name, value in (query or {}).items():
-        at.query_params[name] = value
-    return at.run()
-
-
-def stage_of(at):
-    assert not at.exception, at.exception
-    (element,) = at.get("bidi_component")
-    return dict(zip(("recording", "frame", "report", "seek"), json.loads(element.proto.json), strict=True))
+page = partial(open_page, "streamlit_app.py")
 
 
 def press(at):

@@ -85,15 +85,18 @@ def component(name: str = "kvlab_stage") -> Callable[..., Any]:
         report: bool = False,
         key: str | None = None,
         seek: str | int | None = None,
+        on_pick: Callable[[], None] | None = None,
     ) -> Any:
         """Show `recording` (a `Recording.to_dict()`); returns Streamlit's result with `picked` and `frame`.
+
+        `on_pick` is called before the rerun that a picked shape causes.
 
         `frame` is where a new recording begins. Later it counts only together with a new `seek` token: then the stage
         goes there. With `report` every frame at rest reruns the page and stands in `result.frame`.
         """
         # A list, not a dict: in a dict Streamlit looks for data frames, and imports pandas for it (seconds, once).
         data = [recording, frame, report, seek]
-        return mount(data=data, key=key, on_picked_change=_nothing, on_frame_change=_nothing)
+        return mount(data=data, key=key, on_picked_change=on_pick or _nothing, on_frame_change=_nothing)
 
     return stage
 
