@@ -37,8 +37,8 @@ def read_source(path: Path) -> nbformat.NotebookNode:
 def execute(path: Path) -> Path:
     """Run a lesson from its source and write the notebook beside it."""
     notebook = read_source(path)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False, store_widget_state=False, coalesce_streams=True,
-                   resources={"metadata": {"path": str(HERE)}}).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False, store_widget_state=False,
+                   coalesce_streams=True, resources={"metadata": {"path": str(HERE)}}).execute()
     for key in ("widgets", "language_info"):
         notebook.metadata.pop(key, None)
     for cell in notebook.cells:
