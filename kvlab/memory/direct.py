@@ -141,7 +141,7 @@ def append_batch(self: Allocator, batch: Batch) -> AllocationReceipt:
 
 
 def _append_now(self: Allocator, batch: Batch, opens: np.ndarray, places: list[list[int]]) -> AllocationReceipt:
-    before, live = self._chain, batch.live
+    before = self._chain
     epoch = self.epoch = self.epoch + 1
     serial = self.serial = self.serial + 1
     who = batch.digest
@@ -149,9 +149,9 @@ def _append_now(self: Allocator, batch: Batch, opens: np.ndarray, places: list[l
     for g, (pool, at) in enumerate(zip(self.pools, places, strict=True)):
         record.append(moved(0, len(at)))
         if at:
-            words = pool.take(len(at), evicted)
+            words, tables = pool.take(len(at), evicted), batch.tables[g]
             for i, word in zip(at, words.tolist(), strict=True):
-                live[i].packed[g].append(word)
+                tables[i].append(word)
             record.append(words)
             runs.append((g, 1, words))
     batch.context += 1

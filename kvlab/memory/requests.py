@@ -71,7 +71,7 @@ class Batch:
     A member that ends, is shared or moves on its own breaks the batch up; the next move looks the members up again.
     """
 
-    __slots__ = ("context", "digest", "live", "requests", "version")
+    __slots__ = ("context", "digest", "live", "requests", "tables", "version")
 
     def __init__(self, requests: Iterable[str]) -> None:
         self.requests = tuple(requests)
@@ -79,6 +79,7 @@ class Batch:
             raise ValueError("a batch names at least one request, and each once")
         self.digest = many([(request, 1) for request in self.requests])
         self.live: Sequence[Request] = ()
+        self.tables: list[tuple[array, ...]] = []
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -94,11 +95,11 @@ class Batch:
         self.context = np.array([r._context for r in live])
         for at, request in enumerate(live):
             request.batch, request.at, request.packed = self, at, request.tables
-        self.live = live
+        self.live, self.tables = live, list(zip(*[request.packed for request in live], strict=True))
         return True
 
     def break_up(self) -> None:
         """Give each member its numbers back. O(batch)."""
         for request, version, context in zip(self.live, self.version.tolist(), self.context.tolist(), strict=True):
             request.batch, request._version, request._context = None, version, context
-        self.live = ()
+        self.live, self.tables = (), []

@@ -31,6 +31,8 @@ from kvlab.memory.allocator import Allocator
 from kvlab.memory.books import Books
 from kvlab.memory.layout import CacheLayoutManifest
 from kvlab.reuse.identity import IdentityGate
+from kvlab.reuse.prefix_cache import PrefixCache
+from kvlab.reuse.radix_cache import RadixCache
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -46,6 +48,8 @@ MACHINES: dict[str, Callable[[Json], Machine]] = {
     "addresses": lambda base: AddressMap(read_snapshot(base)),
     "books": Books,
     "identity": IdentityGate.of,
+    "prefix_cache": PrefixCache.of,
+    "radix": RadixCache.of,
 }
 
 
