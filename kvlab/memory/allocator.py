@@ -15,10 +15,11 @@ from threading import RLock
 from kvlab.contract import Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
 from kvlab.memory import direct, leases
 from kvlab.memory.block_pool import BlockPool, index_of
+from kvlab.memory.chain import chained
 from kvlab.memory.facts import PoolFacts
 from kvlab.memory.layout import CacheLayoutManifest
-from kvlab.memory.plan import PLANNERS, GroupChange, Plan, RequestChange
-from kvlab.memory.records import AllocationReceipt, chained, transition
+from kvlab.memory.plan import PLANNERS, GroupChange, Plan, RequestChange, transition
+from kvlab.memory.records import AllocationReceipt
 from kvlab.memory.requests import Request
 from kvlab.memory.snapshots import pool_columns, restore_pool, restore_tables, validate_snapshot
 from kvlab.memory.transaction import PUBLISH, RELEASE, AllocatorTxn

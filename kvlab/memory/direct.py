@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvlab.memory.records import BOUNDARY, CODES, IN_PLACE, AllocationReceipt, chained, head, moved
+from kvlab.memory.chain import CODES, chained, head, head_of_one, moved
+from kvlab.memory.records import BOUNDARY, IN_PLACE, AllocationReceipt
 from kvlab.memory.requests import Batch, Request
 
 if TYPE_CHECKING:
@@ -41,20 +42,19 @@ def _allocate_now(self: Allocator, request: str, tokens: int) -> AllocationRecei
     before, name, pools = self._chain, request.encode(), self.pools
     epoch = self.epoch = self.epoch + 1
     serial = self.serial = self.serial + 1
-    top, evicted = head(epoch, ALLOCATE, 1, tokens, len(name)), []
+    evicted = []
     if len(pools) == 1:  # spelled out, for it is the common case: a loop costs a fifth more
         pool = pools[0]
         count = -(-tokens // pool.block_size)
         words = pool.take(count, evicted)
         tables, runs, fresh = [words], ((0, 1, words),), (count,)
-        record = (before, top, name, moved(0, count), words)
+        record = (before, head_of_one(epoch, ALLOCATE, 1, tokens, len(name), 0, count), name, words)
     else:
         fresh = tuple([-(-tokens // pool.block_size) for pool in pools])
         tables = [pool.take(count, evicted) for pool, count in zip(pools, fresh, strict=True)]
         runs = tuple([(g, 1, words) for g, words in enumerate(tables)])
-        record = [before, top, name]
-        for count, words in zip(fresh, tables, strict=True):
-            record += (moved(0, count), words)
+        record = [before, head(epoch, ALLOCATE, 1, tokens, len(name)), *[moved(0, count) for count in fresh], name,
+                  *tables]
     self.requests[request] = Request(request, tables, epoch, 1, tokens, True)
     after = self._chain = blake2b(join(record)).digest()[:32]
     return new(AllocationReceipt, (serial, before, after, epoch, "allocate", "", self.layout, (request,), tokens,
@@ -90,17 +90,17 @@ def _end_now(self: Allocator, live: Request, operation: str, code: int) -> Alloc
     name = request.encode()
     epoch = self.epoch = self.epoch + 1
     serial = self.serial = self.serial + 1
-    top = head(epoch, code, version, live._context, len(name))
     if len(tables) == 1:
         words = tables[0]
         self.pools[0].drop_all(words)
         runs, fresh = ((0, -1, words),), NONE
-        record = (before, top, name, moved(len(words), 0))
+        record = (before, head_of_one(epoch, code, version, live._context, len(name), len(words), 0), name)
     else:
         for pool, words in zip(self.pools, tables, strict=True):
             pool.drop_all(words)
         runs, fresh = tuple([(g, -1, words) for g, words in enumerate(tables)]), NONE * len(tables)
-        record = [before, top, name, *[moved(len(words), 0) for words in tables]]
+        record = [before, head(epoch, code, version, live._context, len(name)),
+                  *[moved(len(words), 0) for words in tables], name]
     del self.requests[request]
     after = self._chain = blake2b(join(record)).digest()[:32]
     return new(AllocationReceipt, (serial, before, after, epoch, operation, operation, self.layout, (request,), 0,
@@ -145,9 +145,9 @@ def _append_now(self: Allocator, batch: Batch, opens: np.ndarray, places: list[l
     epoch = self.epoch = self.epoch + 1
     serial = self.serial = self.serial + 1
     who = batch.digest
-    record, runs, evicted = [before, head(epoch, APPEND, 0, len(batch), len(who)), who], [], []
+    record = [before, head(epoch, APPEND, 0, len(batch), len(who)), *[moved(0, len(at)) for at in places], who]
+    runs, evicted = [], []
     for g, (pool, at) in enumerate(zip(self.pools, places, strict=True)):
-        record.append(moved(0, len(at)))
         if at:
             words, tables = pool.take(len(at), evicted), batch.tables[g]
             for i, word in zip(at, words.tolist(), strict=True):

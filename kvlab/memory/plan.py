@@ -5,6 +5,7 @@ Each planner validates its operation in a fixed order, so that a malformed one a
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from kvlab.contract import Operation, Rejected
 from kvlab.memory.block_pool import BlockPool, index_of
+from kvlab.memory.chain import CODES, head, many, moved
 from kvlab.memory.layout import CacheGroup
 from kvlab.memory.records import append_path
 from kvlab.memory.requests import Request
@@ -309,3 +311,23 @@ PLANNERS: dict[str, Callable[[State, Operation], Plan]] = {
     "touch": plan_touch,
     "evict": plan_evict,
 }
+
+
+# ---------------------------------------------------------------- for the chained digest
+def transition(epoch: int, plan: Plan) -> list[bytes | array]:
+    """One committed transition as packed bytes: who, what, and every handle that a table gained, in order.
+
+    Which handles a table lost follows from the records before: only their number is said.
+    """
+    changes = plan.changes
+    if len(changes) == 1:
+        who, version, context = changes[0].request_id.encode(), changes[0].version, changes[0].context
+    else:
+        who, version, context = many([(c.request_id, c.new_rows) for c in changes]), 0, len(changes)
+    groups = range(len(changes[0].groups) if changes else 0)
+    gained = [array("q", [w for c in changes for w in (*c.groups[g].shared, *c.groups[g].fresh)]) for g in groups]
+    lost = [sum(len(c.groups[g].dropped) for c in changes) for g in groups]
+    parts = [head(epoch, CODES[plan.operation], version, context, len(who)),
+             *[moved(n, len(words)) for n, words in zip(lost, gained, strict=True)], who, *gained]
+    parts += [b"%d %d %b\0" % (g, word, str(key).encode()) for g, word, key in plan.identities]
+    return parts

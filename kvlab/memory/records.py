@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvlab.contract import Json
 from kvlab.memory.block_pool import PhysicalBlockHandle, generation_of, index_of
 from kvlab.memory.layout import CacheLayoutManifest
-
-if TYPE_CHECKING:
-    from kvlab.memory.plan import Plan
 
 BOUNDARY = "reserve_new_bundle_write_row_0"
 IN_PLACE = "in_place_write_row_o_valid_o_plus_1"
@@ -185,43 +179,3 @@ class AllocationReceipt(NamedTuple):
         out["refcount_deltas"] = dict(self.refcount_deltas)
         out["paths"] = dict(self.paths)
         return out | {k: list(out[k]) for k in ("requests", "freed", "evicted_identities")}
-
-
-# ---------------------------------------------------------------- the transition as bytes
-OPERATIONS = ("allocate", "append", "fork", "truncate", "release", "cancel", "cache_full", "touch", "evict")
-CODES = {operation: code for code, operation in enumerate(OPERATIONS)}
-head = Struct("<5q").pack
-"""Which commit, the operation's code, the request's new version and length, and how long the name is that follows."""
-moved = Struct("<2q").pack
-"""How many handles the tables of a group lost, and how many they gained."""
-
-
-def chained(record: Sequence[bytes | array | np.ndarray]) -> bytes:
-    """The digest after a transition, 256 bits of BLAKE2b over the digest before and the transition's record.
-
-    SHA-256 of a 256-block record takes twice as long where the processor has no instruction for it.
-    """
-    return blake2b(b"".join(record)).digest()[:32]
-
-
-def many(rows: Sequence[tuple[str, int]]) -> bytes:
-    """A batch by the hash of its (request, new rows) pairs, in order."""
-    return blake2b(b"\0".join(b"%b %d" % (request.encode(), n) for request, n in rows), digest_size=32).digest()
-
-
-def transition(epoch: int, plan: Plan) -> list[bytes | array]:
-    """One committed transition as packed bytes: who, what, and every handle that a table gained, in order.
-
-    Which handles a table lost follows from the records before: only their number is said.
-    """
-    changes = plan.changes
-    if len(changes) == 1:
-        who, version, context = changes[0].request_id.encode(), changes[0].version, changes[0].context
-    else:
-        who, version, context = many([(c.request_id, c.new_rows) for c in changes]), 0, len(changes)
-    parts = [head(epoch, CODES[plan.operation], version, context, len(who)), who]
-    for g in range(len(changes[0].groups) if changes else 0):
-        gained = array("q", [w for c in changes for w in (*c.groups[g].shared, *c.groups[g].fresh)])
-        parts += [moved(sum(len(c.groups[g].dropped) for c in changes), len(gained)), gained]
-    parts += [b"%d %d %b\0" % (g, word, str(key).encode()) for g, word, key in plan.identities]
-    return parts

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvlab.memory.records import many
+from kvlab.memory.chain import many
 
 Packed = array | np.ndarray
 
