@@ -169,7 +169,15 @@ def allocator() -> Iterator[Row]:
     yield from bench_memory.allocator()
 
 
-BENCHES: dict[str, Callable[[], Iterator[Row]]] = {"decode": decode, "allocator": allocator, "app": app}
+def index() -> Iterator[Row]:
+    """The prefix chain: looking a prompt up, its hashing included."""
+    from kvlab.study import bench_index
+
+    yield from bench_index.index()
+
+
+BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
+    "decode": decode, "allocator": allocator, "index": index, "app": app}
 
 
 def _cell(value: float | None) -> str:

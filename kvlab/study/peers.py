@@ -81,6 +81,8 @@ def vllm() -> Workloads:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
+    from kvlab.study.bench_index import vllm_lookups
+
     hash_fn = get_hash_fn_by_name("sha256")
     kv_cache_utils.init_none_hash(hash_fn)
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_fn)
@@ -114,7 +116,7 @@ def vllm() -> Workloads:
         large.take_new_block_ids()
 
     work["append"] = (decode, REQUESTS)
-    return work
+    return work | vllm_lookups(manager(1024, True), request)
 
 
 def sglang() -> Workloads:
