@@ -40,6 +40,10 @@ FINDERS = {
     "golden": (lambda: _shared("spec", "golden.json"), "the article's golden values beside the checkout"),
     "azure": (lambda: _shared("data", "azure", "AzureLLMInferenceTrace_conv.csv"),
               "the Azure LLM inference trace 2023 (AzureLLMInferenceTrace_conv.csv) beside the checkout"),
+    "mooncake": (lambda: _shared("data", "mooncake"),
+                 "the Mooncake traces (mooncake/conversation_first6000.jsonl, synthetic.jsonl) beside the checkout"),
+    "tau-bench": (lambda: _shared("data", "tau-bench", "airline_first100.jsonl"),
+                  "the tau-bench airline runs (tau-bench/airline_first100.jsonl) beside the checkout"),
     "vllm": (lambda: peer("vllm"), "vLLM v0.23.0, unpacked in a folder of KVLAB_PEERS"),
     "cuda": (lambda: "cuda" if _cuda() else None, "a CUDA GPU"),
 }

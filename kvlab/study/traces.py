@@ -1,29 +1,24 @@
-"""Readers for public serving traces, row by row; a bad row is named by its line, and nothing is repaired or guessed.
+"""Arrivals and lengths from CSV traces, row by row; a bad row is named by its line, nothing is repaired or guessed.
 
-The embedded arrivals are our own: drawn from a seeded statistical model, never rows of somebody's file.
+What prompts hold is not here: `kvlab.study.trace_formats` reads the traces that say it. The embedded arrivals are our
+own: drawn from a seeded statistical model, never rows of somebody's file.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+
+from kvlab.study.trace_rows import Entry, TraceError, TraceFile
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 EMBEDDED = FIXTURES / "arrivals.csv"
 ATTRIBUTION = "Azure LLM inference trace 2023, CC-BY 4.0"
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
-class TraceError(ValueError):
-    """A trace, or one row of it, is not in its public form: which file, which line (from 1), what is wrong."""
-
-    def __init__(self, path: Path, line: int, wrong: str) -> None:
-        self.path, self.line, self.wrong = path, line, wrong
-        super().__init__(f"{path}: line {line}: {wrong}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,54 +34,72 @@ class Arrival:
         return self.context_tokens + self.generated_tokens
 
 
-class AzureArrivals:
-    """The Azure LLM inference trace 2023, or any CSV of its form, read afresh at every iteration. O(1) memory.
+class AzureArrivals(TraceFile[Arrival]):
+    """The Azure LLM inference trace of 2023 or of 2024, or any CSV of their form, read afresh at every iteration.
 
-    With `skip_bad`, rows that are wrong are left out: `skipped` counts those of the last pass, `first_skipped` is the
-    first. Without, the first one raises `TraceError`. A missing file or header raises it either way.
+    Both have the same columns; in 2024 every TIMESTAMP has a time zone. O(1) memory; errors as `TraceFile` has them.
     """
 
-    def __init__(self, path: Path | str, *, skip_bad: bool = False) -> None:
-        self.path, self.skip_bad = Path(path).expanduser(), skip_bad
-        self.skipped = 0
-        self.first_skipped: TraceError | None = None
+    def _begin(self, rows: Iterator[Entry]) -> Callable[[bytes], Iterable[Arrival]]:
+        parse = azure_parser(self.path, rows)
+        return lambda raw: (parse(raw),)
 
-    def __iter__(self) -> Iterator[Arrival]:
-        self.skipped, self.first_skipped = 0, None
-        try:
-            with self.path.open(encoding="utf-8-sig", newline="") as file:
-                yield from self._rows(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise TraceError(self.path, 1, f"a readable CSV file was expected ({error})") from None
 
-    def _rows(self, file: Iterable[str]) -> Iterator[Arrival]:
-        begin: datetime | None = None
-        last = 0.0
-        for line, text in enumerate(file, 1):
-            cells = tuple(text.strip().split(","))
-            if line == 1:
-                if cells != AZURE_COLUMNS:
-                    raise TraceError(self.path, 1, f"the columns {','.join(AZURE_COLUMNS)} were expected")
-                continue
-            if cells == ("",):
-                continue
-            try:
-                moment, context, generated = _azure_row(cells)
-                begin = begin or moment
-                at = (moment - begin).total_seconds()
-                if at < last:
-                    raise ValueError("the row is earlier than the one before it")
-            except ValueError as error:
-                self._bad(TraceError(self.path, line, str(error)))
-                continue
-            last = at
-            yield Arrival(at, context, generated)
+def azure_parser(path: Path, rows: Iterator[Entry]) -> Callable[[bytes], Arrival]:
+    """What reads the rows of an Azure trace, once it has taken the header from them. TraceError for another header."""
+    header_cells(path, rows, AZURE_COLUMNS)
+    clock, begin = Clock(), None
 
-    def _bad(self, error: TraceError) -> None:
-        if not self.skip_bad:
-            raise error
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or error
+    def parse(raw: bytes) -> Arrival:
+        nonlocal begin
+        moment, context, generated = _azure_row(csv_cells(raw))
+        first = begin or moment
+        if (moment.tzinfo is None) != (first.tzinfo is None):
+            raise ValueError(f"TIMESTAMP {moment} and the first row must both have a time zone, or neither")
+        at = clock.at((moment - first).total_seconds())
+        begin = first
+        return Arrival(at, context, generated)
+
+    return parse
+
+
+class Clock:
+    """Seconds after a trace's first row. A row that is earlier than the one before it is a ValueError."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._last = 0.0
+
+    def at(self, seconds: float) -> float:
+        first = seconds if self._first is None else self._first
+        since = seconds - first
+        if since < self._last:
+            raise ValueError("the row is earlier than the one before it")
+        self._first, self._last = first, since
+        return since
+
+
+def csv_cells(raw: bytes) -> tuple[str, ...]:
+    """The cells of one line; no public trace quotes any."""
+    return tuple(raw.decode("utf-8").strip().split(","))
+
+
+def header_cells(path: Path, rows: Iterator[Entry], columns: tuple[str, ...], exact: bool = True) -> tuple[str, ...]:
+    """Take the first line and return its cells; TraceError where they are not `columns` (or do not hold them all)."""
+    line, _, raw = next(rows, (1, None, b""))
+    try:
+        cells = csv_cells(raw)
+    except UnicodeDecodeError as error:
+        raise TraceError(path, line, f"a readable CSV file was expected ({error})") from None
+    if line != 1 or not (cells == columns if exact else set(columns) <= set(cells)):
+        raise TraceError(path, 1, f"the columns {','.join(columns)} were expected")
+    return cells
+
+
+def whole_number(name: str, cell: str, least: int) -> int:
+    if not (cell.isascii() and cell.isdigit() and int(cell) >= least):
+        raise ValueError(f"{name} is {cell!r}, not a whole number from {least} on")
+    return int(cell)
 
 
 def _azure_row(cells: tuple[str, ...]) -> tuple[datetime, int, int]:
@@ -96,12 +109,8 @@ def _azure_row(cells: tuple[str, ...]) -> tuple[datetime, int, int]:
         moment = datetime.fromisoformat(cells[0])
     except ValueError:
         raise ValueError(f"TIMESTAMP is {cells[0]!r}, no date and time") from None
-    for name, cell in zip(AZURE_COLUMNS[1:], cells[1:], strict=True):
-        if not (cell.isascii() and cell.isdigit() and int(cell) >= 1):
-            raise ValueError(f"{name} is {cell!r}, not a whole number from 1 on")
-    if moment.tzinfo is not None:
-        raise ValueError(f"TIMESTAMP {cells[0]!r} has a time zone; the form has none")
-    return moment, int(cells[1]), int(cells[2])
+    context, generated = (whole_number(*pair, 1) for pair in zip(AZURE_COLUMNS[1:], cells[1:], strict=True))
+    return moment, context, generated
 
 
 # ---------------------------------------------------------------- the embedded arrivals

@@ -60,6 +60,31 @@ def test_a_missing_or_binary_file_is_named(tmp_path):
             list(AzureArrivals(path))
 
 
+ZONED = "2024-05-10 00:00:00.009930+00:00,2162,5"
+
+
+def test_rows_of_2024_have_a_time_zone_each(tmp_path):
+    path = written(tmp_path, HEAD, ZONED, "2024-05-10 00:00:01+00:00,20,3")
+    assert list(AzureArrivals(path)) == [Arrival(0.0, 2162, 5), Arrival(0.99007, 20, 3)]
+    with pytest.raises(TraceError, match="time zone") as error:
+        list(AzureArrivals(written(tmp_path, HEAD, ZONED, "2024-05-10 00:00:01,20,3")))
+    assert error.value.line == 3
+
+
+def test_a_row_may_not_be_earlier_than_the_one_before_it(tmp_path):
+    path = written(tmp_path, HEAD, GOOD, LATER, "2024-01-01 00:00:01,20,3", "2024-01-01 00:00:01.5,20,3")
+    with pytest.raises(TraceError, match="line 4: the row is earlier"):
+        list(AzureArrivals(path))
+    assert [row.at for row in AzureArrivals(path, skip_bad=True)] == [0.0, 1.5, 1.5]
+
+
+def test_bytes_that_are_no_text_are_a_bad_row(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(f"{HEAD}\n{GOOD}\n".encode() + b"\xff\n")
+    lenient = AzureArrivals(path, skip_bad=True)
+    assert len(list(lenient)) == 1 and "line 3: byte 1 is not UTF-8" in str(lenient.first_skipped)
+
+
 def test_rows_come_one_by_one(tmp_path):
     path = written(tmp_path, HEAD, GOOD, "broken")
     assert next(iter(AzureArrivals(path))) == Arrival(0.0, 10, 2)
