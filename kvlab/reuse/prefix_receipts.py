@@ -171,9 +171,9 @@ class PrefixMatchReceipt:
         return receipt
 
     def verify(self) -> None:
-        """`receipt_tampered` where a field is not the one that was sealed."""
+        """`receipt_tampering` where a field is not the one that was sealed."""
         if self.receipt_sha256 != self._seal():
-            raise Rejected("receipt_tampered", f"the receipt of {self.request_id} is not the one that was sealed")
+            raise Rejected("receipt_tampering", f"the receipt of {self.request_id} is not the one that was sealed")
 
     def to_dict(self) -> Json:
         out: Json = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -176,8 +176,15 @@ def index() -> Iterator[Row]:
     yield from bench_index.index()
 
 
+def radix() -> Iterator[Row]:
+    """The radix tree: matching, evicting, growing."""
+    from kvlab.study import bench_radix
+
+    yield from bench_radix.radix()
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
-    "decode": decode, "allocator": allocator, "index": index, "app": app}
+    "decode": decode, "allocator": allocator, "index": index, "radix": radix, "app": app}
 
 
 def _cell(value: float | None) -> str:

@@ -22,6 +22,8 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+from kvlab.study.peer_trees import sglang_tree
+
 BLOCK_SIZE, REQUESTS, POOL = 16, 256, 4096
 Workloads = dict[str, tuple[Callable[[], Any], int]]
 """Name -> (one run of it, how many units it does)."""
@@ -164,7 +166,8 @@ def smol_vllm() -> Workloads:
 
 
 PEERS: dict[str, Callable[[], Workloads]] = {
-    "vLLM v0.23.0": vllm, "SGLang v0.5.11": sglang, "mini-sglang": mini_sglang, "smol-vllm": smol_vllm}
+    "vLLM v0.23.0": vllm, "SGLang v0.5.11": sglang, "SGLang v0.5.11 tree": sglang_tree, "mini-sglang": mini_sglang,
+    "smol-vllm": smol_vllm}
 
 
 # ---------------------------------------------------------------- in a process of its own

@@ -194,7 +194,7 @@ def test_every_field_of_a_receipt_is_under_its_seal():
         changed = {"matched_group_handles": other.matched_group_handles}.get(
             name, value + 1 if isinstance(value, int) else f"{value}x")
         edited = replace(receipt, **{name: changed})
-        assert refused(lambda r=edited: cache.admit(r)) == "receipt_tampered"
+        assert refused(lambda r=edited: cache.admit(r)) == "receipt_tampering"
     assert receipt.policy_decision is None and cache.admit(receipt).request == "B"
 
 
