@@ -122,7 +122,7 @@ REASONS: dict[str, str] = {
     "tail_key_without_valid_rows": "A tail's key must say how many rows it covers.",
     "partial_hit_without_copy_intent": "Rows of a block that somebody else owns must be copied before one writes on.",
     "bundle_count_drift": "The new blocks are not as many as the rows to compute need.",
-    "receipt_tampered": "A field of the receipt is not the one that was sealed.",
+    "receipt_tampering": "A field of the receipt is not the one that was sealed.",
     # which prefix is in the tree (radix)
     "unknown_node": "The tree has no such node; it may have been evicted.",
     "invalid_token": "A token id is a whole number from 0 to 2**32 - 1.",
@@ -133,7 +133,6 @@ REASONS: dict[str, str] = {
     "stale_tree_version": "The tree has moved on, or the receipt names another state of it: using it is a stale read.",
     "path_slot_mismatch": "The slots are not those of the path, one after another.",
     "suffix_mismatch": "The rest to compute must begin where the match ends and end with the prompt.",
-    "receipt_tampering": "A sealed receipt was edited, or says what no receipt of this cache may say.",
     "edge_length_mismatch": "An edge needs one slot for each block of its tokens.",
     "empty_edge": "Every node but the root has at least one token.",
     "child_selector_mismatch": "A child must be filed under its own first block, and under no sibling's.",
@@ -145,5 +144,5 @@ REASONS: dict[str, str] = {
     "private_slot_not_reserved": "Rows may only stand in slots that were taken from the pool for them.",
     "handoff_without_lease": "The receipt has no live lease, so nothing keeps its path from eviction.",
     "not_admitted": "The request was handed to the scheduler, and the scheduler has not said yes.",
-    "dfs_bound_outside_assumptions": "The bound holds for a fixed offline batch, its own tree, and room for the longest.",
+    "dfs_bound_outside_assumptions": "The bound holds for a fixed batch, its own tree, and room for the longest.",
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlab.contract import Json
-from kvlab.memory.kv_store import Attend, Memory
+from kvlab.memory.kv_store import Attend, Memory, MemoryStep
 
 
 class LanguageModel(Protocol):
@@ -109,12 +109,29 @@ class Engine:
         `again` says how many of them somebody else's live rows hold already. On any failure the memory is as
         before. Cost: one model pass over the new tokens.
         """
-        counts = {request: len(tokens) for request, tokens in rows.items()}
         starts = [self.memory.length(request) for request in rows]
+        step = self.memory.open({request: len(tokens) for request, tokens in rows.items()})
+        return self._write(step, rows, starts, all_logits, again)
+
+    @torch.inference_mode()
+    def start(self, request: str, tokens: Sequence[int]) -> tuple[Tensor, int]:
+        """Begin a request over whatever prefix its memory finds for it, and compute the rest.
+
+        Needs a memory with an index (`kvlab.serving.prefix_memory`). Returns the logits `[vocab]` after the last token
+        and how many tokens were not computed. What is now complete can be found by the next one.
+        """
+        step, hit = self.memory.start(request, tokens)
+        logits = self._write(step, {request: tokens[hit:]}, [hit])[request]
+        self.memory.offer(request, tokens)
+        return logits, hit
+
+    def _write(self, step: MemoryStep, rows: Mapping[str, Sequence[int]], starts: Sequence[int],
+               all_logits: bool = False, again: int = 0) -> dict[str, Tensor]:
+        """One model pass through an open step: its rows written, then published, or all of it undone."""
+        counts = [len(tokens) for tokens in rows.values()]
         tokens = torch.tensor([t for part in rows.values() for t in part], device=self.device)
-        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts.values(), strict=True)])
-        ends = torch.tensor(list(counts.values())).cumsum(0)
-        step = self.memory.open(counts)
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        ends = torch.tensor(counts).cumsum(0)
         try:
             wanted = None if all_logits else (ends - 1).to(self.device)
             logits = self.model.forward(tokens, positions.to(self.device), step.attend, wanted)
@@ -127,7 +144,7 @@ class Engine:
         if receipt is not None:
             self.notes[receipt.allocator_epoch_after] = {
                 "computed": len(tokens), "recomputed": again, "tokens": {r: list(t) for r, t in rows.items()}}
-        parts = logits.split(list(counts.values())) if all_logits else logits
+        parts = logits.split(counts) if all_logits else logits
         return dict(zip(rows, parts, strict=True))
 
     # ------------------------------------------------------------------ whole runs
