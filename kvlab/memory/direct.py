@@ -129,8 +129,9 @@ def append_batch(self: Allocator, batch: Batch) -> AllocationReceipt:
     """
     with self.lock:
         if (self.facts is None and not self.observers and not self.leased() and len(batch) > 1
-                and (batch.live or batch.gather(self.requests))):
-            opening = [batch.context % pool.block_size == 0 for pool in self.pools]
+                and (batch.live or batch.gather(self.requests, [pool.block_size for pool in self.pools]))):
+            opening = [opens == batch.moves % pool.block_size
+                       for opens, pool in zip(batch.opens, self.pools, strict=True)]
             places = [opens.nonzero()[0].tolist() for opens in opening]
             for pool, at in zip(self.pools, places, strict=True):
                 if pool.spare < len(at):
@@ -154,8 +155,7 @@ def _append_now(self: Allocator, batch: Batch, opens: np.ndarray, places: list[l
                 tables[i].append(word)
             record.append(words)
             runs.append((g, 1, words))
-    batch.context += 1
-    batch.version += 1
+    batch.moves += 1
     after = self._chain = chained(record)
     return new(AllocationReceipt, (
         serial, before, after, epoch, "append", "", self.layout, batch.requests, len(batch), BatchPaths(opens),

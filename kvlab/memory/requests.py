@@ -19,10 +19,10 @@ class Request:
     """A live request: its numbers, and one block table of packed handles per cache group.
 
     `plain`: no other table and no identity has ever named one of its blocks. `own_tail`: the block that its next row
-    goes to is surely its own. While it moves in a batch, version and length stand in the batch's arrays.
+    goes to is surely its own. While it moves in a batch, version and length grow with the batch's moves.
     """
 
-    __slots__ = ("_context", "_version", "at", "batch", "generation", "own_tail", "packed", "plain", "request_id")
+    __slots__ = ("_context", "_version", "batch", "generation", "own_tail", "packed", "plain", "request_id")
 
     def __init__(self, request_id: str, packed: list[Packed], generation: int, version: int, context: int,
                  plain: bool) -> None:
@@ -41,11 +41,11 @@ class Request:
 
     @property
     def version(self) -> int:
-        return self._version if self.batch is None else int(self.batch.version[self.at])
+        return self._version if self.batch is None else self._version + self.batch.moves
 
     @property
     def context(self) -> int:
-        return self._context if self.batch is None else int(self.batch.context[self.at])
+        return self._context if self.batch is None else self._context + self.batch.moves
 
     def move(self, version: int, context: int, own_tail: bool) -> None:
         """What a transaction made of it, outside any batch: it leaves the one that it was in."""
@@ -66,12 +66,13 @@ class Request:
 
 
 class Batch:
-    """Requests that move one token at a time together: looked up once, their numbers side by side.
+    """Requests that move one token at a time together: looked up once, their moves counted once.
 
-    A member that ends, is shared or moves on its own breaks the batch up; the next move looks the members up again.
+    `opens[g]` says at which moves, modulo the block size, each member opens a block in group g. A member that ends, is
+    shared or moves on its own breaks the batch up; the next move looks the members up again.
     """
 
-    __slots__ = ("context", "digest", "live", "requests", "tables", "version")
+    __slots__ = ("digest", "live", "moves", "opens", "requests", "tables")
 
     def __init__(self, requests: Iterable[str]) -> None:
         self.requests = tuple(requests)
@@ -80,26 +81,30 @@ class Batch:
         self.digest = many([(request, 1) for request in self.requests])
         self.live: Sequence[Request] = ()
         self.tables: list[tuple[array, ...]] = []
+        self.opens: list[np.ndarray] = []
+        self.moves = 0
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def gather(self, requests: dict[str, Request]) -> bool:
+    def gather(self, requests: dict[str, Request], block_sizes: Sequence[int]) -> bool:
         """Look the members up; False where one is not live or its tail may not be its own. O(batch)."""
         live = [requests.get(request) for request in self.requests]
         if not all(r is not None and r.own_tail for r in live):
             return False
         for request in live:
             request.leave()
-        self.version = np.array([r._version for r in live])
-        self.context = np.array([r._context for r in live])
-        for at, request in enumerate(live):
-            request.batch, request.at, request.packed = self, at, request.tables
+        self.opens = [np.array([-r._context % size for r in live]) for size in block_sizes]
+        self.moves = 0
+        for request in live:
+            request.batch, request.packed = self, request.tables
         self.live, self.tables = live, list(zip(*[request.packed for request in live], strict=True))
         return True
 
     def break_up(self) -> None:
         """Give each member its numbers back. O(batch)."""
-        for request, version, context in zip(self.live, self.version.tolist(), self.context.tolist(), strict=True):
-            request.batch, request._version, request._context = None, version, context
-        self.live, self.tables = (), []
+        for request in self.live:
+            request._version += self.moves
+            request._context += self.moves
+            request.batch = None
+        self.live, self.tables, self.moves = (), [], 0
