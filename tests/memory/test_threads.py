@@ -154,6 +154,8 @@ class Crowd:
                 pick = (dice.choice(KINDS), dice.randrange(10), dice.randrange(10), dice.randrange(10))
                 with self.machine.lock:
                     op = propose(pick, lengths(self.machine), self.bundles[-6:])
+                if op["op"] == "cache_full":  # one key a bundle: else a mixed bundle could lose it in one group alone
+                    op["keys"] = [f"{n}.{call}.{j}" for j in op["blocks"]]
                 done = Done(op, self.machine.epoch, 0)
                 try:
                     done.receipt = (self.write if self.written else self.quick)(op, done, n * 10_000_000 + call * 64)
