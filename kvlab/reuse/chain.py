@@ -13,9 +13,7 @@ The parent key and the tokens have fixed lengths and each extra key is tagged, s
 from __future__ import annotations
 
 import hashlib
-import sys
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +21,8 @@ from typing import Any
 
 from kvlab.contract import Rejected, canonical
 from kvlab.reuse.keys import Extra, KeyInputs, extra_keys
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
-TOKEN_BYTES = 4
 FORM = b"kvlab/prefix-chain/1"
 BARE = KeyInputs()
 Get = Callable[[bytes], Any]
@@ -86,30 +84,6 @@ HASHES = {
         "prompt with the same key. Only behind token witnesses, and only where all who publish trust each other.",
         needs_witness=True),
 }
-
-
-def pack(tokens: Sequence[int] | bytes) -> bytes:
-    """Token ids as 4 little-endian bytes each; bytes are taken as packed already. O(tokens).
-
-    ValueError for anything that is no whole number from 0 to 2**32 - 1.
-    """
-    if isinstance(tokens, bytes):
-        return tokens
-    try:
-        packed = array("I", tokens)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"token ids are whole numbers of 32 bits: {error}") from error
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack(data: bytes) -> list[int]:
-    """The inverse of `pack`."""
-    packed = array("I", data)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tolist()
 
 
 def extra_bytes(extras: tuple[Extra, ...] | None) -> bytes:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvlab.contract import Json, Rejected
-from kvlab.reuse.chain import block_key, block_keys, pack, tail_key
+from kvlab.reuse.chain import block_key, block_keys, tail_key
 from kvlab.reuse.keys import KeyInputs
 from kvlab.reuse.manifests import SideInput, read_record
 from kvlab.reuse.prefix_lookup import Claim, Question, derive, find, prove, resolve, say
 from kvlab.reuse.prefix_operations import asker_of
 from kvlab.reuse.prefix_receipts import IMMUTABLE_PARTIAL, PrefixLengths, bundles, common_frontier, lengths, logits_cap
+from kvlab.reuse.token_keys import pack
 
 if TYPE_CHECKING:
     from kvlab.reuse.prefix_cache import PrefixCache

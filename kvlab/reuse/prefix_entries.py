@@ -15,9 +15,9 @@ import numpy as np
 
 from kvlab.contract import Json
 from kvlab.memory.block_pool import GENERATION_SHIFT, INDEX_MASK, BlockPool
-from kvlab.reuse.chain import TOKEN_BYTES, unpack
 from kvlab.reuse.keys import KeyInputs
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, plain
+from kvlab.reuse.token_keys import TOKEN_BYTES, unpack
 
 Manifest = CacheCompatibilityManifest
 Found = int | list[int]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvlab.contract import Json, Rejected
 from kvlab.memory.block_pool import index_of
 from kvlab.memory.plan import identity
-from kvlab.reuse.chain import TOKEN_BYTES, bare, extra_bytes, extras_of, pack, tail_key, walk
+from kvlab.reuse.chain import bare, extra_bytes, extras_of, tail_key, walk
 from kvlab.reuse.gate_state import Directory
 from kvlab.reuse.keys import KeyInputs, extra_keys
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput
@@ -32,6 +32,7 @@ from kvlab.reuse.prefix_receipts import (
     lengths,
     logits_cap,
 )
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
 if TYPE_CHECKING:
     from kvlab.reuse.prefix_cache import PrefixCache

@@ -13,12 +13,13 @@ from kvlab.contract import Json, Operation, Rejected
 from kvlab.memory.block_pool import index_of
 from kvlab.memory.plan import expect, live
 from kvlab.memory.requests import Request
-from kvlab.reuse.chain import TOKEN_BYTES, pack, tail_key, walk
+from kvlab.reuse.chain import tail_key, walk
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, read_record
 from kvlab.reuse.prefix_entries import Part, Record, Tail
 from kvlab.reuse.prefix_lookup import Asker, find, prove, tail_extras
 from kvlab.reuse.prefix_receipts import IMMUTABLE_PARTIAL, VLLM, PrefixMatchReceipt, read_receipt
 from kvlab.reuse.prefix_snapshot import name_of
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
 if TYPE_CHECKING:
     from kvlab.reuse.prefix_cache import PrefixCache

@@ -12,11 +12,12 @@ from kvlab.contract import Json, Rejected
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.block_pool import index_of
 from kvlab.memory.plan import identity
-from kvlab.reuse.chain import TOKEN_BYTES, ChainHash, block_key, pack, tail_key
+from kvlab.reuse.chain import ChainHash, block_key, tail_key
 from kvlab.reuse.gate_state import State
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, read_record
 from kvlab.reuse.prefix_entries import Entries, Part, Record, Tail, live
 from kvlab.reuse.prefix_receipts import IMMUTABLE_PARTIAL
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
 
 def name_of(part: Part, key: bytes) -> str:

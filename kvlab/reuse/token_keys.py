@@ -6,7 +6,7 @@ prompt (contract Loop 7, F7.04).
 
 from __future__ import annotations
 
-import struct
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,21 +18,31 @@ from kvlab.contract import Rejected, canonical
 TOKEN_BYTES = 4
 FIRST_CHUNK = 64
 Tokens = Sequence[int] | bytes | array | np.ndarray
-"""A list or tuple of ids, packed native 32-bit ids (bytes or an array of them), or a numpy array."""
+"""A list or tuple of ids, packed 32-bit ids (bytes or an array of them), or a numpy array."""
 
 
-def pack(tokens: Iterable[int]) -> bytes:
-    """Ids as native unsigned 32-bit words. `invalid_token` for anything else. O(tokens)."""
-    row = tokens if isinstance(tokens, list | tuple) else list(tokens)
+def pack(tokens: Iterable[int] | bytes) -> bytes:
+    """Ids as little-endian unsigned 32-bit words; bytes are packed already. O(tokens).
+
+    `invalid_token` for anything that is no whole number from 0 to 2**32 - 1.
+    """
+    if isinstance(tokens, bytes):
+        return tokens
     try:
-        return struct.pack(f"{len(row)}I", *row)
-    except struct.error as error:
+        words = array("I", tokens)
+    except (TypeError, OverflowError) as error:
         raise Rejected("invalid_token", f"{error}") from error
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
     """The ids of packed bytes. O(tokens)."""
-    return list(struct.unpack(f"{len(data) // TOKEN_BYTES}I", data))
+    words = array("I", data)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tolist()
 
 
 def tag(extra_key: Any) -> bytes:
@@ -67,7 +77,7 @@ class TokenKey:
             row = np.asarray(tokens)
             packed = row.dtype.itemsize == TOKEN_BYTES and row.dtype.kind in "iu" and row.ndim == 1
             packed = packed and (row.dtype.kind == "u" or not row.size or int(row.min()) >= 0)
-            self.data = row.tobytes() if packed else pack(row.tolist())
+            self.data = row.astype("<u4", copy=False).tobytes() if packed else pack(row.tolist())
         else:
             raise Rejected("invalid_token", f"a sequence of token ids, not {type(tokens).__name__}")
         self.tokens = len(self.data) // TOKEN_BYTES if self.source is None else len(self.source)

@@ -14,10 +14,10 @@ from typing import Any
 
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
-from kvlab.reuse.chain import TOKEN_BYTES, pack
 from kvlab.reuse.one_tenant import one_tenant
 from kvlab.reuse.prefix_cache import PrefixCache
 from kvlab.reuse.prefix_lookup import Asker
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 from kvlab.study.bench import Row, interleaved
 from kvlab.study.peers import BLOCK_SIZE, Peer, Workloads, cpu_time, folders
 

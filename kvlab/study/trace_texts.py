@@ -15,8 +15,9 @@ from typing import Any
 from kvlab.execution.catalog import resolve
 from kvlab.execution.tokenizer import Tokenizer, load_tokenizer
 from kvlab.execution.weights import open_model_files
+from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 from kvlab.study.trace_rows import Entry, Progress, TraceFile
-from kvlab.study.traced_request import TOKEN_BYTES, TracedRequest, pack_ids
+from kvlab.study.traced_request import TracedRequest
 
 Messages = list[tuple[str, str]]
 ROLE_OF = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -45,11 +46,11 @@ class ChatPieces:
         self._skip = len(tokenizer.chat(self._front, answer=False))
         self._opening = tokenizer.chat(self._front)[self._skip :]
         self.answer = self._packed(self._opening)
-        self._begin = pack_ids(tokenizer.encode(""))
+        self._begin = pack(tokenizer.encode(""))
         self._default = self._packed(tokenizer.chat([], answer=False))
 
     def _packed(self, text: str) -> bytes:
-        return pack_ids(self._tokenizer.encode(text, bos=False))
+        return pack(self._tokenizer.encode(text, bos=False))
 
     def begin(self, role: str) -> bytes:
         """What stands before the first message: a beginning-of-sequence token, the template's own system text."""

@@ -5,13 +5,11 @@ It reads no file and holds no cache: what is hit is for `kvlab.study.ideal_hits`
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, zip_longest
 
-TOKEN_BYTES = 4
+from kvlab.reuse.token_keys import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +62,6 @@ class TracedRequest:
         parts = self.id_tokens // block_size
         blocks = -(-self.prompt_tokens // block_size)
         return [(ids[n // parts], n % parts) for n in range(blocks)]
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian 32-bit words. OverflowError for an id that is none."""
-    words = array("I", ids)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
 
 
 def by_session(requests: Iterable[TracedRequest]) -> Iterator[list[TracedRequest]]:

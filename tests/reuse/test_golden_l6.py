@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvlab.contract import Rejected
-from kvlab.reuse.chain import HASHES, pack, tail_key
+from kvlab.reuse.chain import HASHES, tail_key
 from kvlab.reuse.prefix_receipts import PrefixMatchReceipt, common_frontier
+from kvlab.reuse.token_keys import pack
 from kvlab.study import fixtures
 from tests.reuse.prefix_worlds import TOKENS, asker, index, published
 from tests.support import FIXTURES, ROOT, require

@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvlab.contract import History, Rejected
 from kvlab.memory.block_pool import INDEX_MASK
-from kvlab.reuse.chain import HASHES, _run, block_keys, pack
+from kvlab.reuse.chain import HASHES, _run, block_keys
 from kvlab.reuse.manifests import SideInput, plain
 from kvlab.reuse.prefix_cache import PrefixCache
 from kvlab.reuse.prefix_lookup import Asker
+from kvlab.reuse.token_keys import pack
 from tests.reuse.prefix_worlds import TOKENS, PlainList, asker, end, index, published
 from tests.reuse.worlds import manifest
 
@@ -206,7 +207,8 @@ def test_refused_operations_move_no_digest_and_a_history_remembers_them():
            {"op": "gate", "do": {"op": "lookup"}}, {"op": "release", "request": "nobody"}, {"op": "admit"},
            {"op": "cache_full", "request": "A", "blocks": [0], "keys": ["k"]}]
     reasons = [refused(lambda op=op: cache.apply(op)) for op in bad]
-    assert reasons == ["unknown_operation"] * 4 + ["unknown_request"] + ["unknown_operation"] * 2
+    assert reasons == [*["unknown_operation"] * 2, "invalid_token", "unknown_operation", "unknown_request",
+                       *["unknown_operation"] * 2]
     assert cache.digest == before and [s.kind for s in history.steps[1:]] == ["refused"] * 7
     for question in ({"ask": "what"}, {"ask": "lookup"}, {"ask": "keys", "tokens": [-1] * 16}):
         assert refused(lambda q=question: cache.ask(q)) == "unknown_operation"

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab.reuse.token_keys import pack
 from kvlab.study.ideal_hits import IdealHits, ideal_hits
 from kvlab.study.trace_formats import open_trace
-from kvlab.study.traced_request import TracedRequest, by_session, in_turn, pack_ids
+from kvlab.study.traced_request import TracedRequest, by_session, in_turn
 from tests.support import require
 
 
 def tokens(prompt, output=(), **more):
-    return TracedRequest(len(prompt), len(output), prompt=pack_ids(prompt), output=pack_ids(output), **more)
+    return TracedRequest(len(prompt), len(output), prompt=pack(prompt), output=pack(output), **more)
 
 
 def ids(count, *block_ids, size=512):
@@ -22,9 +23,9 @@ def ids(count, *block_ids, size=512):
 
 def test_the_keys_of_token_ids_are_their_full_blocks():
     request = tokens([1, 2, 3, 4, 5], [6, 7])
-    assert request.block_keys(2) == [pack_ids([1, 2]), pack_ids([3, 4])]
-    assert request.block_keys(2, output=True) == [pack_ids([1, 2]), pack_ids([3, 4]), pack_ids([5, 6])]
-    assert pack_ids([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert request.block_keys(2) == [pack([1, 2]), pack([3, 4])]
+    assert request.block_keys(2, output=True) == [pack([1, 2]), pack([3, 4]), pack([5, 6])]
+    assert pack([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
 
 
 def test_an_id_splits_into_sub_keys_and_joins_into_tuples():
