@@ -210,8 +210,10 @@ def test_refused_operations_move_no_digest_and_a_history_remembers_them():
     assert reasons == [*["unknown_operation"] * 2, "invalid_token", "unknown_operation", "unknown_request",
                        *["unknown_operation"] * 2]
     assert cache.digest == before and [s.kind for s in history.steps[1:]] == ["refused"] * 7
-    for question in ({"ask": "what"}, {"ask": "lookup"}, {"ask": "keys", "tokens": [-1] * 16}):
-        assert refused(lambda q=question: cache.ask(q)) == "unknown_operation"
+    questions = {"unknown_operation": [{"ask": "what"}, {"ask": "lookup"}],
+                 "invalid_token": [{"ask": "keys", "tokens": [-1] * 16}]}
+    for word, asked in questions.items():
+        assert [refused(lambda q=question: cache.ask(q)) for question in asked] == [word] * len(asked)
 
 
 @pytest.mark.parametrize("design", [{"policy": "lru"}, {"alignment": 24}, {"hash_name": "crc32", "witness": False},
