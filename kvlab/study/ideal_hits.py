@@ -7,9 +7,10 @@ for logits.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvlab.study.ceilings import PrefixNodes, walk
 from kvlab.study.traced_request import TracedRequest
 
 
@@ -38,19 +39,9 @@ def ideal_hits(requests: Iterable[TracedRequest], block_size: int) -> IdealHits:
     The last partial block: of token ids it is no block, is never cached and never hit (as in vLLM). Of a trace of block
     ids it is one, because its id names its content; it counts with the tokens that it has.
     """
-    children: dict[tuple[int, Hashable], int] = {}
-    seen = prompt_tokens = hit_tokens = 0
+    seen, requests_seen, prompt_tokens, hit_tokens = PrefixNodes(), 0, 0, 0
     for request in requests:
-        seen += 1
+        requests_seen += 1
         prompt_tokens += request.prompt_tokens
-        in_prompt = len(request.block_keys(block_size))
-        node, hit = 0, 0
-        for block, key in enumerate(request.block_keys(block_size, output=True)):
-            known = children.get((node, key))
-            if known is None:  # a fresh node has no children, so nothing behind it is found either
-                known = children[node, key] = len(children) + 1
-            elif block < in_prompt:
-                hit = block + 1
-            node = known
-        hit_tokens += min(hit * block_size, request.prompt_tokens)
-    return IdealHits(seen, prompt_tokens, hit_tokens, len(children))
+        hit_tokens += walk(seen, request, block_size).ideal
+    return IdealHits(requests_seen, prompt_tokens, hit_tokens, len(seen))
