@@ -13,7 +13,7 @@ from hashlib import sha256
 from threading import RLock
 
 from kvlab.contract import Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
-from kvlab.memory import direct, leases
+from kvlab.memory import direct, direct_cached, leases
 from kvlab.memory.block_pool import BlockPool, index_of
 from kvlab.memory.chain import chained
 from kvlab.memory.facts import PoolFacts
@@ -113,6 +113,7 @@ class Allocator:
             raise
 
     allocate, release, cancel, append_batch = direct.allocate, direct.release, direct.cancel, direct.append_batch
+    touch, cache_full = direct_cached.touch, direct_cached.cache_full
     lease, unlease, compensate = leases.lease, leases.unlease, leases.compensate
 
     def leased(self) -> bool:

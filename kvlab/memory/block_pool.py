@@ -152,18 +152,21 @@ class BlockPool:
         The short way, for an allocation that nobody has staged and no `facts` follow: O(1) array operations.
         `evicted` collects the identities that end by it.
         """
-        if self.reserved or self.parked or self.holes:
+        if self.reserved or self.parked:
             words = self.reserve(count)
             evicted.extend(key for word in words if (key := self.begin(word, self.block_size)))
             return np.array(words, np.int64) if words else None
         if self.spare < count:
             return None
         self.spare -= count
-        ring, size = self.ring, self.size
-        at = self.head % size
-        words = ring[at : at + count] if at + count <= size else np.concatenate((ring[at:], ring[: at + count - size]))
+        words, passed = self._segment(count), count
+        if self.holes:
+            words, passed = self._over_holes(count)
+            self.holes -= passed - count
         words = np.add(words, _NEXT)
-        self.head = self.cursor = self.head + count
+        self.head = self.cursor = self.head + passed
+        if self.holes:
+            self._pass_holes()
         while self.place and next(iter(self.place.values())) < self.head:
             index, _ = self.place.popitem(last=False)
             evicted.append(self.keys.pop(index))
@@ -172,6 +175,29 @@ class BlockPool:
         if len(self._born) > BORN_KEPT:
             self.generations()
         return words
+
+    def _segment(self, count: int) -> np.ndarray:
+        """The next `count` entries of the ring, holes among them."""
+        ring, size, at = self.ring, self.size, self.head % self.size
+        return ring[at : at + count] if at + count <= size else np.concatenate((ring[at:], ring[: at + count - size]))
+
+    def _over_holes(self, count: int) -> tuple[np.ndarray, int]:
+        """The next `count` words and how many entries they stand among. O(entries), which the holes have paid for."""
+        span = count
+        while True:
+            span = min(2 * span, self.tail - self.head)
+            entries = self._segment(span)
+            full = np.flatnonzero(entries != HOLE)
+            if len(full) >= count:
+                return entries[full[:count]], int(full[count - 1]) + 1 if count else 0
+
+    def _pass_holes(self) -> None:
+        """The head moves on to the first entry that is no hole."""
+        size = self.size
+        while self.holes and self.ring[self.head % size] == HOLE:
+            self.head += 1
+            self.holes -= 1
+        self.cursor = max(self.cursor, self.head)
 
     def reserve(self, count: int) -> list[int]:
         """The next `count` free blocks that nobody has reserved or leased, marked; an empty list if too few.
@@ -214,13 +240,9 @@ class BlockPool:
 
     def _unlink(self, position: int) -> None:
         """Take the entry at a position out of the queue; the head passes the holes that it meets. Amortised O(1)."""
-        size = self.size
-        self.ring[position % size] = HOLE
+        self.ring[position % self.size] = HOLE
         self.holes += 1
-        while self.holes and self.ring[self.head % size] == HOLE:
-            self.head += 1
-            self.holes -= 1
-        self.cursor = max(self.cursor, self.head)
+        self._pass_holes()
 
     def _link(self, word: int) -> int:
         """Append one word at the end of the queue; its position. Amortised O(1)."""
@@ -296,6 +318,47 @@ class BlockPool:
         else:
             self.spare += 1
         return True
+
+    def hold_all(self, indices: list[int]) -> None:
+        """One more table names each of these blocks, of which those that are free have identities.
+
+        The short way, where no `facts` follow and nothing is leased: O(1) array operations, a lookup a block.
+        """
+        place, shared = self.place, self.shared
+        positions = [place.pop(i) for i in indices if i in place]
+        if len(positions) < len(indices):
+            free = set(self.ring[np.array(positions, np.int64) % self.size] & INDEX_MASK)
+            for i in indices:
+                if i not in free:
+                    shared[i] = shared.get(i, 0) + 1
+        if positions:
+            self.ring[np.array(positions) % self.size] = HOLE
+            self.holes += len(positions)
+            self.spare -= len(positions)
+            self._pass_holes()
+
+    def drop_cached(self, words: array | np.ndarray) -> np.ndarray:
+        """One table less names each of these blocks; the words of those that went back to the queue, in order.
+
+        As `drop_all`, for blocks that others may name too and that may carry identities.
+        """
+        gone, shared = np.array(words, np.int64), self.shared
+        indices = (gone & INDEX_MASK).tolist()
+        if shared and not shared.keys().isdisjoint(indices):
+            gone = gone[[i not in shared for i in indices]]
+            for i in indices:
+                if more := shared.get(i, 0):
+                    shared[i] = more - 1
+                    if more == 1:
+                        del shared[i]
+            indices = (gone & INDEX_MASK).tolist()
+        for i in indices if self.rows else ():
+            self.rows.pop(i, None)
+        if indices:
+            self.drop_all(gone)
+            keys = self.keys
+            self.place.update([(i, at) for at, i in enumerate(indices, self.tail - len(indices)) if i in keys])
+        return gone
 
     def drop_all(self, words: array | np.ndarray) -> None:
         """Blocks that one table alone names, without identity or lease, go back to the queue in this order.

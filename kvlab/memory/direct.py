@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvlab.memory.chain import CODES, chained, head, head_of_one, moved
+from kvlab.memory.direct_cached import end_shared, quiet
 from kvlab.memory.records import BOUNDARY, IN_PLACE, AllocationReceipt
 from kvlab.memory.requests import Batch, Request
 
@@ -61,17 +62,19 @@ def _allocate_now(self: Allocator, request: str, tokens: int) -> AllocationRecei
                                    OPENED, fresh, runs, (), (), tuple(evicted), FIRST))
 
 
-def release(self: Allocator, request: str) -> AllocationReceipt:
-    """The request has ended: each of its references goes."""
+def release(self: Allocator, request: str, tail_first: bool = False) -> AllocationReceipt:
+    """The request has ended: each of its references goes, in table order or the last block first."""
     with self.lock:
         live = self.requests.get(request)
-        if live is not None and live.plain and self.facts is None and not self.observers:
+        if live is not None and live.plain and not tail_first and self.facts is None and not self.observers:
             for pool in self.pools:
                 if pool.leases:
                     break
             else:
                 return _end_now(self, live, "release", RELEASE)
-    return self.apply({"op": "release", "request": request})
+        if live is not None and not live.plain and quiet(self):
+            return end_shared(self, live, "release", tail_first)
+    return self.apply({"op": "release", "request": request, **({"tail_first": True} if tail_first else {})})
 
 
 def cancel(self: Allocator, request: str) -> AllocationReceipt:

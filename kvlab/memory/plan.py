@@ -225,10 +225,14 @@ def plan_truncate(state: State, op: Operation) -> Plan:
 
 
 def plan_end(state: State, op: Operation) -> Plan:
-    """Release or cancel: every reference of the request goes; only the receipt's reason differs."""
+    """Release or cancel: every reference of the request goes; only the receipt's reason differs.
+
+    `tail_first`: the last block joins the free queue first, as vLLM v0.23.0 does; else in table order.
+    """
     request = live(state, named(op, "request"))
     expect(request, op, state)
-    groups = [GroupChange(0, dropped=tuple(table)) for table in request.tables]
+    order = -1 if op.get("tail_first") else 1
+    groups = [GroupChange(0, dropped=tuple(table)[::order]) for table in request.tables]
     change = RequestChange(request.request_id, request, request.version, request.context, groups, ends=True)
     return Plan(op["op"], [change], reason=str(op.get("reason", op["op"])))
 

@@ -134,9 +134,12 @@ class PrefixCache:
         """Offer the full blocks of a live request, whose committed rows are those of `tokens`, to later lookups."""
         return self.apply({"op": "publish", "asker": asker, "request": request, "tokens": tokens})
 
-    def admit(self, receipt: PrefixMatchReceipt) -> IndexReceipt:
-        """Start the request of a match: its hit and fresh blocks for the rest in one transaction, or neither."""
-        return self.apply({"op": "admit", "receipt": receipt})
+    def admit(self, receipt: PrefixMatchReceipt, tokens: int | None = None) -> IndexReceipt:
+        """Start the request of a match: its hit and fresh blocks for the rest in one transaction, or neither.
+
+        `tokens`: rows to make room for, where the answer's length is known; else the prompt's.
+        """
+        return self.apply({"op": "admit", "receipt": receipt} | ({} if tokens is None else {"tokens": tokens}))
 
     def start(self, asker: Asker, request: str, tokens: Sequence[int] | bytes, *,
               requires_logits: bool = True) -> IndexReceipt:

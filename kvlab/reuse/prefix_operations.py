@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvlab.contract import Json, Operation, Rejected
-from kvlab.memory.block_pool import index_of
-from kvlab.memory.plan import expect, live
+from kvlab.memory.block_pool import INDEX_MASK, index_of
+from kvlab.memory.plan import live
 from kvlab.memory.requests import Request
 from kvlab.reuse.chain import tail_key, walk
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, read_record
@@ -51,15 +53,15 @@ def _publish(cache: PrefixCache, op: Operation) -> Json:
                        f"{len(packed) // TOKEN_BYTES} tokens, {request.context} rows are committed")
     part = cache.entries.parts.get(asker.manifest.digest) or Part(asker.manifest, asker.adapter_name, 0)
     inputs, size = part.inputs(asker.side_inputs), cache.block_size * TOKEN_BYTES
-    made = [(key, Record(parent, block, packed[block * size : (block + 1) * size], extras))
-            for block, (key, parent, extras) in enumerate(walk(cache.hashed, packed, cache.block_size, inputs))]
-    fresh = [row for row in made if not _carries(cache, part, request, *row)]
+    made = list(walk(cache.hashed, packed, cache.block_size, inputs))
+    known = _known(cache, part, request, made)
+    fresh = [(key, record) for block, (key, parent, extras) in enumerate(made) if block not in known and not _carries(
+        cache, part, request, key, record := Record(parent, block, packed[block * size : (block + 1) * size], extras))]
     duplicates = tuple(key.hex() for key, _ in fresh if cache.entries.holds(part, key))
     parts = ()
     if fresh:
-        parts = (cache.allocator.apply({
-            "op": "cache_full", "request": op["request"], "blocks": [record.block for _, record in fresh],
-            "keys": [name_of(part, key) for key, _ in fresh]}),)
+        parts = (cache.allocator.cache_full(op["request"], [record.block for _, record in fresh],
+                                            [name_of(part, key) for key, _ in fresh]),)
     part = cache.entries.open(asker.manifest, asker.adapter_name)
     for key, record in fresh:
         for g, table in enumerate(request.tables):
@@ -70,6 +72,17 @@ def _publish(cache: PrefixCache, op: Operation) -> Json:
     cache.moved(asker.manifest.digest.encode(), *(key for key, _ in fresh))
     return {"request": op["request"], "published": tuple(key.hex() for key, _ in fresh), "duplicates": duplicates,
             "parts": parts}
+
+
+def _known(cache: PrefixCache, part: Part, request: Request, made: list[tuple[bytes, bytes, bytes]]) -> set[int]:
+    """Blocks that stand under their keys already, where no witness has to be compared for them. O(blocks)."""
+    known = set() if cache.witness else set(range(len(made)))
+    for pool, table, key_of, part_of in zip(cache.allocator.pools, request.tables if known else (),
+                                            cache.entries.key_of, cache.entries.part_of, strict=bool(known)):
+        indices = (np.frombuffer(table, np.int64) & INDEX_MASK).tolist()
+        known = {block for block in known if (i := indices[block]) in pool.keys and key_of[i] == made[block][0]
+                 and part_of[i] is part}
+    return known
 
 
 def _carries(cache: PrefixCache, part: Part, request: Request, key: bytes, record: Record) -> bool:
@@ -113,8 +126,8 @@ def drop_tails(cache: PrefixCache) -> None:
 
 
 # ---------------------------------------------------------------- admission
-def admission(cache: PrefixCache, receipt: PrefixMatchReceipt) -> Json:
-    """The allocator operation that starts a matched request. `Rejected` where the receipt no longer holds.
+def verify_match(cache: PrefixCache, receipt: PrefixMatchReceipt) -> None:
+    """`Rejected` where the receipt of a match no longer holds.
 
     Order: seal, namespace generation, publication generation, then every bundle (see `prove`).
     """
@@ -128,6 +141,11 @@ def admission(cache: PrefixCache, receipt: PrefixMatchReceipt) -> Json:
     part = cache.entries.parts.get(receipt.compatibility_manifest_sha256)
     copied = receipt.copy_valid_partial_rows > 0
     prove(cache, part, receipt.matched_group_handles.words, copied)
+
+
+def admission(cache: PrefixCache, receipt: PrefixMatchReceipt) -> Json:
+    """The allocator operation that starts a matched request. `Rejected` where the receipt no longer holds."""
+    verify_match(cache, receipt)
     blocks = receipt.matched_group_handles.bundles(receipt.runtime_hit_tokens // cache.block_size)
     op = {"op": "touch", "blocks": blocks} if blocks else {"op": "allocate"}
     return op | {"request": receipt.request_id, "tokens": receipt.prompt}
@@ -137,7 +155,14 @@ def _admit(cache: PrefixCache, op: Operation) -> Json:
     receipt = op["receipt"]
     if not isinstance(receipt, PrefixMatchReceipt):
         receipt = read_receipt(receipt, cache.allocator.pools)
-    done = cache.allocator.apply(admission(cache, receipt))
+    tokens = op.get("tokens", receipt.prompt)
+    if not isinstance(tokens, int) or tokens < receipt.prompt:
+        raise Rejected("invalid_length", f"room for {tokens!r} tokens, the prompt has {receipt.prompt}")
+    verify_match(cache, receipt)
+    whole = receipt.runtime_hit_tokens // cache.block_size
+    hit = [words[:whole] for words in receipt.matched_group_handles.words]
+    done = (cache.allocator.touch(receipt.request_id, hit, tokens) if whole
+            else cache.allocator.allocate(receipt.request_id, tokens))
     return {"request": receipt.request_id, "parts": (done,)}
 
 
@@ -159,20 +184,17 @@ def _own(cache: PrefixCache, op: Operation) -> Json:
 
 
 def _end(cache: PrefixCache, op: Operation) -> Json:
-    """Release or cancel. As vLLM v0.23.0: blocks are given back tail first, one transaction a block.
+    """Release or cancel. As vLLM v0.23.0: blocks are given back tail first.
 
     The normative order is one transaction in table order: then the beginning of a prefix is recycled first, and what
     is left of it can no longer be found.
     """
-    parts: list[Any] = []
-    if cache.policy == VLLM:
-        request = live(cache.allocator, op["request"])
-        expect(request, op, cache.allocator)
-        for blocks in range(len(request.tables[0]) - 1, 0, -1):
-            parts.append(cache.allocator.truncate(op["request"], blocks * cache.block_size))
-        op = {k: op[k] for k in ("op", "request", "reason") if k in op}
-    parts.append(cache.allocator.apply(op))
-    return {"request": op["request"], "parts": tuple(parts)}
+    tail_first = cache.policy == VLLM
+    if op.keys() == {"op", "request"} and op["op"] == "release":
+        done = cache.allocator.release(op["request"], tail_first)
+    else:
+        done = cache.allocator.apply({**op, "tail_first": tail_first})
+    return {"request": op["request"], "parts": (done,)}
 
 
 def _gate(cache: PrefixCache, op: Operation) -> Json:

@@ -15,7 +15,6 @@ from kvlab.memory.allocator import Allocator
 from kvlab.memory.block_pool import index_of
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.reuse.one_tenant import one_tenant
-from kvlab.reuse.prefix_operations import admission
 from kvlab.reuse.radix_cache import RadixCache
 from kvlab.reuse.slot_pool import PRIVATE
 from kvlab.reuse.token_keys import TOKEN_BYTES
@@ -111,8 +110,7 @@ class PrefixPool:
             if not self._fits(blocks, match.receipt.matched_group_handles.words[0]):
                 return None
             hit = match.lengths.runtime
-            op = admission(self.cache, match.receipt) | {"tokens": whole}
-            receipt = allocator.apply(op) if hit else allocator.allocate(name, whole)
+            receipt = self.cache.admit(match.receipt, whole).parts[0]
             self.cache.publish(self.asker, name, told(request, rows, self.unit))
         self.evicted_blocks += len(receipt.evicted_identities)
         self._tables[name] = blocks

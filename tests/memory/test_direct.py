@@ -41,6 +41,18 @@ def short(machine: Allocator, op: Json, batches: dict[tuple, Batch]) -> Json | s
             return outcome(machine.allocate, request, tokens)
         case {"op": "release" | "cancel" as kind, "request": request}:
             return outcome(getattr(machine, kind), request)
+        case {"op": "release", "request": request, "tail_first": True}:
+            return outcome(machine.release, request, True)
+        case {"op": "cache_full", "request": request, "blocks": blocks, "keys": keys}:
+            return outcome(machine.cache_full, request, blocks, keys)
+        case {"op": "touch", "request": request, "blocks": [_, *_] as blocks}:
+            try:
+                columns = zip(*blocks, strict=True)
+                rows = [[p.word(t) for t in row] for p, row in zip(machine.pools, columns, strict=True)]
+            except (Rejected, ValueError):
+                return outcome(machine.apply, op)
+            hit = len(rows[0]) * machine.pools[0].block_size
+            return outcome(machine.touch, request, rows, op.get("tokens", hit))
         case {"op": "append", "requests": rows} if len(rows) > 1 and {n for _, n in rows} == {1}:
             names = tuple(name for name, _ in rows)
             if len(set(names)) == len(names):
@@ -59,6 +71,8 @@ def test_both_ways_are_one(world, seed, history):
         op = propose(choice, lengths(near), bundles)
         if choice[0] == "decode" and choice[3] % 2:
             op["requests"] = [[name, 1] for name, _ in op["requests"]]
+        if op["op"] == "release" and choice[3] % 2:
+            op["tail_first"] = True
         got, wanted = short(near, op, batches), outcome(far.apply, op)
         if isinstance(wanted, dict):
             del got["transaction_id"], wanted["transaction_id"]
