@@ -75,6 +75,7 @@ class Moment:
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """What a replay found, in tokens and blocks. `refused`: requests larger than the whole pool, never served.
+    `requests_hit`: those of which something was found, however little.
 
     `ideal_hit_tokens`: an infinite cache, as `kvlab.study.ideal_hits` counts. `design_hit_tokens`: an infinite cache of
     full blocks that holds back a row for logits. `optimal_hit_tokens`: the same with the best evictions of this
@@ -91,6 +92,7 @@ class Replayed:
     prompt_tokens: int
     output_tokens: int
     hit_tokens: int
+    requests_hit: int
     ideal_hit_tokens: int | None
     design_hit_tokens: int | None
     optimal_hit_tokens: int | None
@@ -161,7 +163,7 @@ class Replay:
         self.setting, self.pool, self._unit = setting, setting.pool(1), 0
         self.flight: deque[str] = deque()
         self.counts = dict.fromkeys(("requests", "unknown", "refused", "refused_tokens", "prompt_tokens",
-                                     "output_tokens", "hit_tokens", "ended_early"), 0)
+                                     "output_tokens", "hit_tokens", "requests_hit", "ended_early"), 0)
         self.ideal = self.design = 0
         self._seen, self._journal = (PrefixNodes(), Journal()) if ceilings else (None, None)
         self._course, self._seconds = _Course(), 0.0
@@ -183,6 +185,7 @@ class Replay:
         counts["prompt_tokens"] += request.prompt_tokens
         counts["output_tokens"] += request.output_tokens
         counts["hit_tokens"] += hit or 0
+        counts["requests_hit"] += bool(hit)
         counts["refused"] += hit is None
         counts["refused_tokens"] += request.prompt_tokens if hit is None else 0
         if walked is not None:

@@ -41,6 +41,10 @@ def words(found: Replayed, title: str) -> str:
                      f"({found.refused_tokens:,} prompt tokens).")
     lines += [f"{'hit':<30}{share(found.hit_tokens, of):>8}  {found.hit_tokens:>15,} tokens",
               f"{'recomputed':<30}{share(found.recomputed_tokens, of):>8}  {found.recomputed_tokens:>15,} tokens", ""]
+    lines[-1:-1] = [f"{'requests with any hit':<30}{share(found.requests_hit, found.requests):>8}  "
+                    f"{found.requests_hit:>15,} requests"]
+    if found.unknown == found.requests:
+        return "\n".join([*lines, *course(found)])
     for (name, tokens), why in zip(ceilings(found), ["", *LOST], strict=False):
         if why:
             lines.append(f"  {'lost to ' + why:<28}{share(-found.losses[why], of):>8}  {LOST[why]}")
