@@ -13,7 +13,6 @@ pool writes down only what a table does not say: second references, identities, 
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -166,7 +165,7 @@ class BlockPool:
         words = np.add(words, _NEXT)
         self.head = self.cursor = self.head + passed
         if self.holes:
-            self._pass_holes()
+            self.pass_holes()
         while self.place and next(iter(self.place.values())) < self.head:
             index, _ = self.place.popitem(last=False)
             evicted.append(self.keys.pop(index))
@@ -191,7 +190,7 @@ class BlockPool:
             if len(full) >= count:
                 return entries[full[:count]], int(full[count - 1]) + 1 if count else 0
 
-    def _pass_holes(self) -> None:
+    def pass_holes(self) -> None:
         """The head moves on to the first entry that is no hole."""
         size = self.size
         while self.holes and self.ring[self.head % size] == HOLE:
@@ -242,18 +241,18 @@ class BlockPool:
         """Take the entry at a position out of the queue; the head passes the holes that it meets. Amortised O(1)."""
         self.ring[position % self.size] = HOLE
         self.holes += 1
-        self._pass_holes()
+        self.pass_holes()
 
     def _link(self, word: int) -> int:
         """Append one word at the end of the queue; its position. Amortised O(1)."""
         if self.tail - self.head == self.size:
-            self._squeeze()
+            self.squeeze()
         position = self.tail
         self.ring[position % self.size] = word
         self.tail += 1
         return position
 
-    def _squeeze(self) -> None:
+    def squeeze(self) -> None:
         """Close the holes in the ring. O(pool), once every `num_blocks` holes at the most."""
         words = [w for w in self._words(self.head, self.tail) if w != HOLE]
         moved = {w & INDEX_MASK: position for position, w in enumerate(words)}
@@ -318,67 +317,6 @@ class BlockPool:
         else:
             self.spare += 1
         return True
-
-    def hold_all(self, indices: list[int]) -> None:
-        """One more table names each of these blocks, of which those that are free have identities.
-
-        The short way, where no `facts` follow and nothing is leased: O(1) array operations, a lookup a block.
-        """
-        place, shared = self.place, self.shared
-        positions = [place.pop(i) for i in indices if i in place]
-        if len(positions) < len(indices):
-            free = set(self.ring[np.array(positions, np.int64) % self.size] & INDEX_MASK)
-            for i in indices:
-                if i not in free:
-                    shared[i] = shared.get(i, 0) + 1
-        if positions:
-            self.ring[np.array(positions) % self.size] = HOLE
-            self.holes += len(positions)
-            self.spare -= len(positions)
-            self._pass_holes()
-
-    def drop_cached(self, words: array | np.ndarray) -> np.ndarray:
-        """One table less names each of these blocks; the words of those that went back to the queue, in order.
-
-        As `drop_all`, for blocks that others may name too and that may carry identities.
-        """
-        gone, shared = np.array(words, np.int64), self.shared
-        indices = (gone & INDEX_MASK).tolist()
-        if shared and not shared.keys().isdisjoint(indices):
-            gone = gone[[i not in shared for i in indices]]
-            for i in indices:
-                if more := shared.get(i, 0):
-                    shared[i] = more - 1
-                    if more == 1:
-                        del shared[i]
-            indices = (gone & INDEX_MASK).tolist()
-        for i in indices if self.rows else ():
-            self.rows.pop(i, None)
-        if indices:
-            self.drop_all(gone)
-            keys = self.keys
-            self.place.update([(i, at) for at, i in enumerate(indices, self.tail - len(indices)) if i in keys])
-        return gone
-
-    def drop_all(self, words: array | np.ndarray) -> None:
-        """Blocks that one table alone names, without identity or lease, go back to the queue in this order.
-
-        The short way, where no `facts` follow: O(1) array operations.
-        """
-        count, size = len(words), self.size
-        if self.rows:
-            self.rows.pop(int(words[-1]) & INDEX_MASK, None)
-        if self.tail - self.head + count > size:
-            self._squeeze()
-        at = self.tail % size
-        fits = min(count, size - at)
-        if fits == count:
-            self.ring[at : at + count] = words
-        else:
-            self.ring[at:] = words[:fits]
-            self.ring[: count - fits] = words[fits:]
-        self.tail += count
-        self.spare += count
 
     def lease(self, word: int) -> None:
         """Keep a block from being given away while its rows are read or written, whoever lets go of it.

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvlab.memory.chain import CODES, chained, head, head_of_one, moved
 from kvlab.memory.direct_cached import end_shared, quiet
+from kvlab.memory.pool_bulk import drop_all
 from kvlab.memory.records import BOUNDARY, IN_PLACE, AllocationReceipt
 from kvlab.memory.requests import Batch, Request
 
@@ -95,12 +96,12 @@ def _end_now(self: Allocator, live: Request, operation: str, code: int) -> Alloc
     serial = self.serial = self.serial + 1
     if len(tables) == 1:
         words = tables[0]
-        self.pools[0].drop_all(words)
+        drop_all(self.pools[0], words)
         runs, fresh = ((0, -1, words),), NONE
         record = (before, head_of_one(epoch, code, version, live._context, len(name), len(words), 0), name)
     else:
         for pool, words in zip(self.pools, tables, strict=True):
-            pool.drop_all(words)
+            drop_all(pool, words)
         runs, fresh = tuple([(g, -1, words) for g, words in enumerate(tables)]), NONE * len(tables)
         record = [before, head(epoch, code, version, live._context, len(name)),
                   *[moved(len(words), 0) for words in tables], name]

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvlab.memory.block_pool import GENERATION_SHIFT, INDEX_MASK, BlockPool
 from kvlab.memory.chain import CODES, chained, head, many, moved
+from kvlab.memory.pool_bulk import drop_cached, hold_all
 from kvlab.memory.records import AllocationReceipt
 from kvlab.memory.requests import Request
 
@@ -75,7 +76,7 @@ def _touch_now(self: Allocator, request: str, rows: Sequence[Sequence[int]], ind
     epoch = self.epoch = self.epoch + 1
     serial = self.serial = self.serial + 1
     for g, (pool, words, row) in enumerate(zip(self.pools, rows, indices, strict=True)):
-        pool.hold_all(row)
+        hold_all(pool, row)
         count = -(-tokens // pool.block_size) - len(row)
         table = array("q", words)
         if count:
@@ -131,7 +132,7 @@ def end_shared(self: Allocator, live: Request, operation: str, tail_first: bool 
     tables = [tuple(reversed(table)) if tail_first else tuple(table) for table in live.tables]
     freed = []
     for g, (pool, words) in enumerate(zip(self.pools, tables, strict=True)):
-        gone = pool.drop_cached(words)
+        gone = drop_cached(pool, words)
         if len(gone):
             freed.append((g, 0, gone.tolist()))
     del self.requests[live.request_id]

@@ -2,12 +2,12 @@
 
 It owns bytes: writing rows, copying rows, reading rows for attention. It refuses to decide who may have them.
 
-    memory.open({"A": 3})  ->  step.attend(layer, q, k, v) for every layer  ->  step.commit()
+    memory.open({"A": tokens})  ->  step.attend(layer, q, k, v) for every layer  ->  step.commit()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from kernels.reference import contiguous_attention, paged_attention
 from kvlab.contract import Event, Receipt, Rejected
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.layout import AXES, CacheGroup, CacheLayoutManifest
-from kvlab.memory.transaction import AllocatorTxn, StagedRequest
+from kvlab.memory.transaction import StagedRequest
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q, k, v)`: keep the new rows k, v `[n, kv_heads, head_dim]`, answer q `[n, heads, head_dim]`."""
@@ -34,15 +34,27 @@ class MemoryStep(Protocol):
 
 
 class Memory(Protocol):
-    """K/V memory as an engine sees it, whatever lies behind."""
+    """K/V memory as an engine sees it, whatever lies behind. `open` takes the new tokens of each request."""
 
-    def open(self, rows: Mapping[str, int]) -> MemoryStep: ...
+    def open(self, rows: Mapping[str, Sequence[int]]) -> MemoryStep: ...
 
     def fork(self, parent: str, child: str) -> Receipt | None: ...
 
     def release(self, request: str) -> Receipt | None: ...
 
     def length(self, request: str) -> int: ...
+
+
+class StepTxn(Protocol):
+    """What a paged step stands on: staged tables to read, groups to report as written, one end of two."""
+
+    def view(self) -> list[StagedRequest]: ...
+
+    def wrote(self, group_id: str) -> None: ...
+
+    def publish(self) -> Receipt | None: ...
+
+    def rollback(self) -> None: ...
 
 
 # ---------------------------------------------------------------- paged
@@ -91,14 +103,18 @@ class PagedStore:
             for g, pool in enumerate(event.txn.allocator.pools):
                 index = block - pool.first_block_id
                 if 0 <= index < pool.num_blocks and index not in pool.keys:
-                    self.k[g][:, index] = torch.nan
-                    self.v[g][:, index] = torch.nan
+                    self.blank(g, [index])
+
+    def blank(self, group: int, blocks: list[int]) -> None:
+        """Fill some blocks of one group with NaN."""
+        self.k[group][:, blocks] = torch.nan
+        self.v[group][:, blocks] = torch.nan
 
 
 class PagedStep:
-    """Rows on their way through an open allocator transaction: attention reads the staged tables."""
+    """Rows on their way through an open transaction: attention reads the staged tables."""
 
-    def __init__(self, store: PagedStore, txn: AllocatorTxn) -> None:
+    def __init__(self, store: PagedStore, txn: StepTxn) -> None:
         self.store, self.txn = store, txn
         requests = txn.view()
         self.context_lengths = [r.context for r in requests]
@@ -118,7 +134,7 @@ class PagedStep:
             self.txn.wrote(store.last_layer[layer])
         return out
 
-    def commit(self) -> Receipt:
+    def commit(self) -> Receipt | None:
         return self.txn.publish()
 
     def rollback(self) -> None:
@@ -143,7 +159,7 @@ class PagedMemory:
         self.allocator, self.store = allocator, store
         allocator.mover = store.copy_rows
 
-    def open(self, rows: Mapping[str, int]) -> PagedStep:
+    def open(self, rows: Mapping[str, Sequence[int]]) -> PagedStep:
         """Reserve room for new rows, copying shared tails; a batch is one transaction, a new request another.
 
         Raises `Rejected` (for example `out_of_memory`) with nothing changed.
@@ -152,9 +168,9 @@ class PagedMemory:
         if new and len(rows) > 1:
             raise Rejected("unknown_operation", "start a new request in a step of its own")
         if new:
-            op = {"op": "allocate", "request": new[0], "tokens": rows[new[0]]}
+            op = {"op": "allocate", "request": new[0], "tokens": len(rows[new[0]])}
         else:
-            op = {"op": "append", "requests": dict(rows)}
+            op = {"op": "append", "requests": {request: len(tokens) for request, tokens in rows.items()}}
         txn = self.allocator.stage(op)
         txn.copy()
         return PagedStep(self.store, txn)
@@ -174,9 +190,9 @@ class PagedMemory:
 class RectangularStep:
     """Rows on their way into reserved rectangles; the contiguous view hands attention plain slices."""
 
-    def __init__(self, memory: RectangularMemory, rows: Mapping[str, int]) -> None:
-        self.memory, self.rows = memory, dict(rows)
-        self.spans = [(memory.slot[r], memory.lengths[r], memory.lengths[r] + n) for r, n in rows.items()]
+    def __init__(self, memory: RectangularMemory, rows: Mapping[str, Sequence[int]]) -> None:
+        self.memory, self.rows = memory, {request: len(tokens) for request, tokens in rows.items()}
+        self.spans = [(memory.slot[r], memory.lengths[r], memory.lengths[r] + n) for r, n in self.rows.items()]
         self.context_lengths = [end for _, _, end in self.spans]
         self.query_lengths = [end - start for _, start, end in self.spans]
 
@@ -214,12 +230,12 @@ class RectangularMemory:
         self.lengths: dict[str, int] = {}
         self.bytes_copied = 0
 
-    def open(self, rows: Mapping[str, int]) -> RectangularStep:
+    def open(self, rows: Mapping[str, Sequence[int]]) -> RectangularStep:
         """Make room: a new request takes a whole rectangle; `out_of_memory` if none is left or it is too short."""
-        for request, n in rows.items():
+        for request, tokens in rows.items():
             if request not in self.slot:
                 self._admit(request)
-            if self.lengths[request] + n > self.max_length:
+            if self.lengths[request] + len(tokens) > self.max_length:
                 raise Rejected("out_of_memory", f"{request} needs more than {self.max_length} rows")
         return RectangularStep(self, rows)
 

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ class LanguageModel(Protocol):
     """What the engine needs of a model; `kvlab.execution.model.Model` is one."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class IndexedMemory(Protocol):
+    """A memory in which a new request can begin with rows that others have computed (prefix chain or radix tree)."""
+
+    def start(self, request: str, tokens: Sequence[int]) -> tuple[MemoryStep, int]: ...
+
+    def offer(self, request: str, tokens: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +119,20 @@ class Engine:
         before. Cost: one model pass over the new tokens.
         """
         starts = [self.memory.length(request) for request in rows]
-        step = self.memory.open({request: len(tokens) for request, tokens in rows.items()})
+        step = self.memory.open(rows)
         return self._write(step, rows, starts, all_logits, again)
 
     @torch.inference_mode()
-    def start(self, request: str, tokens: Sequence[int]) -> tuple[Tensor, int]:
+    def start(self, request: str, tokens: Sequence[int], *, known: int = 0) -> tuple[Tensor, int]:
         """Begin a request over whatever prefix its memory finds for it, and compute the rest.
 
-        Needs a memory with an index (`kvlab.serving.prefix_memory`). Returns the logits `[vocab]` after the last token
-        and how many tokens were not computed. What is now complete can be found by the next one.
+        Needs an `IndexedMemory` (`kvlab.serving.prefix_memory`, `kvlab.serving.radix_memory`). Returns the logits
+        `[vocab]` after the last token and how many tokens were not computed. What is now complete can be found by the
+        next one. `known`: how many leading tokens live requests hold; those among them that no hit saved count as
+        computed again.
         """
         step, hit = self.memory.start(request, tokens)
-        logits = self._write(step, {request: tokens[hit:]}, [hit])[request]
+        logits = self._write(step, {request: tokens[hit:]}, [hit], again=max(0, known - hit))[request]
         self.memory.offer(request, tokens)
         return logits, hit
 
@@ -135,10 +146,10 @@ class Engine:
         try:
             wanted = None if all_logits else (ends - 1).to(self.device)
             logits = self.model.forward(tokens, positions.to(self.device), step.attend, wanted)
+            receipt = step.commit()
         except BaseException:
             step.rollback()
             raise
-        receipt = step.commit()
         self.rows_computed += len(tokens)
         self.rows_recomputed += again
         if receipt is not None:
@@ -153,15 +164,19 @@ class Engine:
         """Answer several prompts at once, each until its end token or `sampling.max_new_tokens`.
 
         With `share`, what all prompts begin with is computed once and forked: later ones that diverge inside
-        a block copy its valid rows on their first write. Without, every prompt is computed from nothing and
-        the rows that were there already count as recomputed. A finished request is released at once.
+        a block copy its valid rows on their first write. A memory with an index is asked for each prompt instead: it
+        finds what earlier runs left, too. Without `share`, every prompt is computed from nothing and the rows that
+        were there already count as recomputed. A finished request is released at once.
         """
         if not prompts or any(not p for p in prompts.values()):
             raise ValueError("every prompt needs at least one token")
         live = [InFlight(r, list(p), len(p), random.Random(f"{sampling.seed}/{i}"))
                 for i, (r, p) in enumerate(prompts.items())]
         total = sampling.max_new_tokens + len(live)
-        self._prefill(live, share)
+        if share and isinstance(self.memory, IndexedMemory):
+            self._begin(live)
+        else:
+            self._prefill(live, share)
         for n in range(sampling.max_new_tokens):
             self._decode(live, sampling, last=n == sampling.max_new_tokens - 1, on_token=on_token)
             if self.progress:
@@ -169,6 +184,14 @@ class Engine:
             if all(s.done for s in live):
                 break
         return Run({s.request: s.new_tokens for s in live}, self.rows_computed, self.rows_recomputed, self.notes)
+
+    def _begin(self, live: list[InFlight]) -> None:
+        """Every prompt over what the memory's index finds, and found by the next one in its turn."""
+        for n, s in enumerate(live):
+            known = max((common_prefix([s.tokens, o.tokens]) for o in live[:n]), default=0)
+            s.logits, _ = self.start(s.request, s.tokens, known=known)
+            if self.progress:
+                self.progress(n + 1, len(live) * 2)
 
     def _prefill(self, live: list[InFlight], share: bool) -> None:
         shared = common_prefix([s.tokens for s in live]) if share and len(live) > 1 else 0

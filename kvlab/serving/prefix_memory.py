@@ -21,7 +21,7 @@ class PrefixMemory:
             raise ValueError("the index stands over another allocator than the memory")
         self.memory, self.cache, self.asker = memory, cache, asker
 
-    def open(self, rows: Mapping[str, int]) -> PagedStep:
+    def open(self, rows: Mapping[str, Sequence[int]]) -> PagedStep:
         return self.memory.open(rows)
 
     def fork(self, parent: str, child: str) -> Receipt:

@@ -6,7 +6,7 @@ It owns no translation and no tensor: rows are written rightly, and only read as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import ipywidgets as widgets
 from torch import Tensor
@@ -63,7 +63,7 @@ class MisreadingMemory(PagedMemory):
         super().__init__(world.allocator, world.store)
         self.gathers = gathers
 
-    def open(self, rows: Mapping[str, int]) -> MisreadingStep:
+    def open(self, rows: Mapping[str, Sequence[int]]) -> MisreadingStep:
         step = MisreadingStep(self.store, super().open(rows).txn)
         step.gathers = self.gathers
         return step

@@ -91,7 +91,7 @@ class ContractMemory(PagedMemory):
 
     world: Chats
 
-    def open(self, rows: Mapping[str, int]) -> ContractStep:
+    def open(self, rows: Mapping[str, Sequence[int]]) -> ContractStep:
         step = ContractStep(self.store, super().open(rows).txn)
         step.world = self.world
         return step

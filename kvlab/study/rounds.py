@@ -69,7 +69,7 @@ class Rounds:
     def ask_foreign_feasibility(self, rows: Rows) -> MemoryStep:
         """Can the memory hold these rows? `Rejected` if not; if so they are reserved, and still nobody's."""
         self.log.append("ask_foreign_feasibility")
-        return self.world.memory.open({chat: len(tokens) for chat, tokens in rows.items()})
+        return self.world.memory.open(rows)
 
     def run_iteration(self, rows: Rows, frontiers: Mapping[str, int], step: MemoryStep) -> dict[str, Tensor]:
         self.log.append("run_iteration")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvlab.contract import FactSum, Rejected
 from kvlab.memory.block_pool import BORN_KEPT, HOLE, BlockPool, PhysicalBlockHandle, generation_of, index_of, pack
 from kvlab.memory.facts import PoolFacts
+from kvlab.memory.pool_bulk import drop_all
 
 SIZE = 4
 
@@ -101,7 +102,7 @@ def test_taking_at_once_is_reserving_and_beginning(counts):
         taken = short.take(count, [])
         assert taken.tolist() == hold(long, count)
         assert short.generations().tolist() == long.generations().tolist()
-        short.drop_all(array("q", taken.tolist()))
+        drop_all(short, array("q", taken.tolist()))
         for word in taken.tolist():
             long.drop_ref(word)
         assert list(short.queue()) == list(long.queue())
@@ -128,7 +129,7 @@ def test_the_generation_column_is_brought_up_to_date_in_time():
     for _ in range(BORN_KEPT + 3):
         words = pool.take(2, [])
         assert len(pool._born) <= BORN_KEPT
-        pool.drop_all(array("q", words.tolist()))
+        drop_all(pool, array("q", words.tolist()))
     assert pool.generations().tolist() == [BORN_KEPT + 3] * 2
 
 

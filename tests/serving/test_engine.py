@@ -215,9 +215,9 @@ def test_a_model_that_fails_leaves_the_memory_as_it_was():
 def test_rectangular_memory_refuses_by_name():
     model, _ = model_of("austen")
     memory = rectangular(model, slots=1, max_length=8)
-    memory.open({"A": 8}).commit()
+    memory.open({"A": range(8)}).commit()
     calls = {
-        "out_of_memory": [lambda: memory.open({"A": 1}), lambda: memory.open({"B": 1})],
+        "out_of_memory": [lambda: memory.open({"A": [1]}), lambda: memory.open({"B": [1]})],
         "request_exists": [lambda: memory.fork("A", "A")],
         "unknown_request": [lambda: memory.release("Z")],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvlab.contract import Rejected
 from kvlab.execution.model import load_model
@@ -13,6 +12,8 @@ from kvlab.memory.layout import quarter_split
 from kvlab.reuse.one_tenant import one_tenant
 from kvlab.serving.engine import Engine
 from kvlab.serving.prefix_memory import PrefixMemory
+from tests.serving.reused import TEXT as LONGER
+from tests.serving.reused import honest, pair, same_talk, talk
 from tests.support import require
 
 BLOCK, CLOSE = 16, 1e-4
@@ -154,12 +155,37 @@ def test_an_index_over_another_allocator_is_refused(austen):
         PrefixMemory(engine.memory.memory, other.memory.cache, other.memory.asker)
 
 
-def test_the_same_on_smollm2():
+@pytest.fixture(scope="module")
+def smollm2():
     require("smollm2")
-    torch.set_num_threads(1)
     model, tokenizer = load_model("smollm2")
-    prompt = tokenizer.encode(TEXT)[:49]
+    return model, tokenizer.encode(LONGER)
+
+
+@pytest.mark.parametrize(("same", "length", "hit"), [
+    (0, 32, 0), (24, 48, 16), (48, 48, 32), (48, 49, 48), (47, 48, 32)])
+def test_cold_half_full_and_off_by_one_on_smollm2(smollm2, same, length, hit):
+    model, ids = smollm2
+    first, second = pair(ids, same, length)
     engine = served(model)
-    engine.start("A", prompt)
-    logits, hit = engine.start("B", prompt)
-    assert hit == 48 and close(logits, alone(model, prompt))
+    engine.start("A", first[:48])
+    logits, found = engine.start("B", second)
+    assert found == hit and close(logits, alone(model, second))
+
+
+def test_chats_on_smollm2_across_eviction_and_readmission(smollm2):
+    """Two chats at once; a crowd that takes their blocks after they left; the same chats again."""
+    model, ids = smollm2
+    prompts = {"A": ids[:33], "B": ids[:24] + ids[40:48]}
+    wanted = honest(model, prompts, 4)
+    engine = served(model, blocks=6)
+    for turn in range(2):
+        starts = {name: engine.start(name, prompt) for name, prompt in prompts.items()}
+        assert [hit for _, hit in starts.values()] == [0, 16], "evicted, then admitted again"
+        assert same_talk(talk(engine, {name: logits for name, (logits, _) in starts.items()}, 4), wanted)
+        for name in prompts:
+            engine.memory.release(name)
+        if not turn:
+            engine.extend({"crowd": (ids + ids)[5:101]})
+            engine.memory.release("crowd")
+    engine.memory.memory.allocator.check()

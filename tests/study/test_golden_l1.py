@@ -166,7 +166,7 @@ def test_every_obligation_of_paging_is_met_where_we_say(golden, austen):
         require(world.manifest("A", 16), world.manifest("C", 16), sheets)
     kept.append("compatibility_identity_before_cross_request_reuse")
     store = PagedStore(layout)
-    txn = PagedMemory(machine, store).open({"A": 3})
+    txn = PagedMemory(machine, store).open({"A": range(3)})
     step = found("kernel_visible_translation_metadata")
     assert type(txn) is step and txn.tables[0].tolist() == [[0, 1]] and txn.slots[0][1].tolist() == [4, 5, 6]
     txn.rollback()
