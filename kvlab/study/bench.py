@@ -187,8 +187,15 @@ def radix() -> Iterator[Row]:
     yield from bench_radix.radix()
 
 
+def replay() -> Iterator[Row]:
+    """Whole traces through both indexes."""
+    from kvlab.study import bench_replay
+
+    yield from bench_replay.replay()
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
-    "decode": decode, "allocator": allocator, "index": index, "radix": radix, "app": app}
+    "decode": decode, "allocator": allocator, "index": index, "radix": radix, "replay": replay, "app": app}
 
 
 def _cell(value: float | None) -> str:
