@@ -385,7 +385,27 @@ big = resolve(read_snapshot(wide["base"]), "Q", 0, 2, "K", 0, 0)
 print(f"page {big.physical_slot:,}: element {big.element_offset:,}, in 32 bits {big.element_offset % 2**32:,}")
 
 # %% [markdown]
-# The last line is a real report (flashinfer 3136): in 32 bits that page reads page 1. Here are all of them, each
+# **Why does my server say block size 16 and the kernel 64, or the other way round?** Two sizes have one name. The
+# *allocator's* block is what a table gives out; the *kernel's* is what one program reads at a time. A kernel block must
+# divide the allocator's: then block `b` is kernel blocks `b * ratio` to `b * ratio + ratio - 1`, and the rows are the
+# same rows. Source-observed, vLLM v0.23.0 maps each table so before every step. Take the ids over as they are, and you
+# read real rows of other blocks: fluent, and wrong.
+
+# %%
+table, rows = [3, 0, 5], range(24)  # three blocks of 8 tokens; a kernel with blocks of 4
+right = kernel_block_table(table, 8, 4)
+taken = {"mapped": right, "as they are": table * 2}
+owned = [table[t // 8] * 8 + t % 8 for t in rows]
+for how, blocks in taken.items():
+    same = sum(blocks[t // 4] * 4 + t % 4 == row for t, row in zip(rows, owned, strict=True))
+    print(f"{how:<12} kernel blocks {blocks}: {same} of 24 rows are the request's own")
+try:
+    kernel_block_table(table, 8, 16)
+except Rejected as no:
+    print(f"a kernel block of 16 over blocks of 8: {no.reason}")
+
+# %% [markdown]
+# The large page above is a real report (flashinfer 3136): in 32 bits it reads page 1. Here are all of them, each
 # replayed on this machine with the smallest input that shows it.
 
 # %%
