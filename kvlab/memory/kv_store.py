@@ -33,16 +33,20 @@ class MemoryStep(Protocol):
     def rollback(self) -> None: ...
 
 
-class Memory(Protocol):
+class RowMemory(Protocol):
     """K/V memory as an engine sees it, whatever lies behind. `open` takes the new tokens of each request."""
 
     def open(self, rows: Mapping[str, Sequence[int]]) -> MemoryStep: ...
 
-    def fork(self, parent: str, child: str) -> Receipt | None: ...
-
     def release(self, request: str) -> Receipt | None: ...
 
     def length(self, request: str) -> int: ...
+
+
+class Memory(RowMemory, Protocol):
+    """One in which a new request can begin with all rows of a live other."""
+
+    def fork(self, parent: str, child: str) -> Receipt | None: ...
 
 
 class StepTxn(Protocol):

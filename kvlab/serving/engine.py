@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlab.contract import Json
-from kvlab.memory.kv_store import Attend, Memory, MemoryStep
+from kvlab.memory.kv_store import Attend, Memory, MemoryStep, RowMemory
 
 
 class LanguageModel(Protocol):
@@ -25,7 +25,7 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
-class IndexedMemory(Protocol):
+class IndexedMemory(RowMemory, Protocol):
     """A memory in which a new request can begin with rows that others have computed (prefix chain or radix tree)."""
 
     def start(self, request: str, tokens: Sequence[int]) -> tuple[MemoryStep, int]: ...
@@ -101,8 +101,8 @@ class Run:
 class Engine:
     """A model over a memory. `eos` ends a request; `progress(done, total)` is called after every model pass."""
 
-    def __init__(self, model: LanguageModel, memory: Memory, *, eos: Sequence[int] = (), device: str = "cpu",
-                 progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, model: LanguageModel, memory: Memory | IndexedMemory, *, eos: Sequence[int] = (),
+                 device: str = "cpu", progress: Callable[[int, int], None] | None = None) -> None:
         self.model, self.memory, self.eos, self.device, self.progress = model, memory, frozenset(eos), device, progress
         self.rows_computed = 0
         self.rows_recomputed = 0

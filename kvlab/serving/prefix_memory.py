@@ -19,6 +19,8 @@ class PrefixMemory:
     def __init__(self, memory: PagedMemory, cache: PrefixCache, asker: Asker) -> None:
         if memory.allocator is not cache.allocator:
             raise ValueError("the index stands over another allocator than the memory")
+        if cache.partial_tails:
+            raise ValueError("partial tails are shown on the index alone: a model's step begins at a block's edge here")
         self.memory, self.cache, self.asker = memory, cache, asker
 
     def open(self, rows: Mapping[str, Sequence[int]]) -> PagedStep:

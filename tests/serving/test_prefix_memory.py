@@ -153,6 +153,9 @@ def test_an_index_over_another_allocator_is_refused(austen):
     other = served(austen[0])
     with pytest.raises(ValueError, match="another allocator"):
         PrefixMemory(engine.memory.memory, other.memory.cache, other.memory.asker)
+    memory = other.memory.memory
+    with pytest.raises(ValueError, match="partial tails"):
+        PrefixMemory(memory, *one_tenant(memory.allocator, partial_tails=True))
 
 
 @pytest.fixture(scope="module")

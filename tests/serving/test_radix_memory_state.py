@@ -156,6 +156,12 @@ class RadixMemoryHistory(RuleBasedStateMachine):
             assert torch.equal(self.rows(path["slots"]), rows_of(path["tokens"]).expand(LAYERS, -1))
 
     @invariant()
+    def requests_are_those_that_live_or_begin(self):
+        writing = {name for _, parts in self.held.values() for name in parts}
+        assert self.memory.writing == writing
+        assert set(self.cache.requests) == set(self.live) | writing
+
+    @invariant()
     def every_slot_has_one_owner(self):
         self.cache.check()
         private = []
