@@ -15,6 +15,7 @@ PAGES = {
     "ledgers": ("Where did the memory go?", "ledgers"),
     "addresses": ("From a token to a byte", "addresses"),
     "ownership": ("Who may write here?", "ownership"),
+    "prefix_chain": ("Have I computed this before?", "prefix-chain"),
     "radix_tree": ("A tree that owns memory", "radix-tree"),
     "replay": ("What would your traffic hit?", "replay"),
 }

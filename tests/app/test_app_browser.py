@@ -110,7 +110,7 @@ def test_a_click_on_a_row_follows_that_token(address):
         at_rest(page, 12)
 
 
-@pytest.mark.parametrize("word", ["identity-gate", "ledgers", "addresses", "ownership", "radix-tree"])
+@pytest.mark.parametrize("word", ["identity-gate", "ledgers", "addresses", "ownership", "prefix-chain", "radix-tree"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_opens_on_a_stage_that_steps(address, word, scheme):
     with browser_page(1280, 1000, color_scheme=scheme) as page:
