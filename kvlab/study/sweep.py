@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from kvlab.contract import Json, canonical
 from kvlab.study.replay import OBSERVED, Replayed, Setting, run
@@ -110,26 +109,38 @@ def keep(folder: Path, row: Json) -> None:
     part.replace(folder / f"{row['key']}.parquet")
 
 
-def place(on: str) -> AbstractContextManager[Any]:
-    """Where joblib sends the work."""
+@contextmanager
+def _dask(address: str) -> Iterator[None]:
+    from dask.distributed import Client
     from joblib import parallel_config
 
+    with Client(address or None) as client, parallel_config(backend="dask", client=client):
+        yield
+
+
+@contextmanager
+def _ray(address: str) -> Iterator[None]:
+    import ray
+    from joblib import parallel_config
+    from ray.util.joblib import register_ray
+
+    with ray.init(address=address or None, ignore_reinit_error=True):
+        register_ray()
+        with parallel_config(backend="ray"):
+            yield
+
+
+@contextmanager
+def place(on: str) -> Iterator[None]:
+    """Where joblib sends the work, for as long as it lasts. ValueError as `sweep` has it."""
     name, _, address = on.partition(":")
-    try:
-        if name == "processes" and not address:
-            return nullcontext()
-        if name == "dask":
-            from dask.distributed import Client
-
-            client = Client(address or None)
-            return parallel_config(backend="dask", client=client)
-        if name == "ray":
-            import ray
-            from ray.util.joblib import register_ray
-
-            ray.init(address=address or None, ignore_reinit_error=True)
-            register_ray()
-            return parallel_config(backend="ray")
-    except ImportError as error:
-        raise ValueError(f"a sweep on {name} needs its package: pip install {name} ({error})") from None
-    raise ValueError(f'a sweep runs on "processes", "dask:ADDRESS" or "ray:ADDRESS", not {on!r}')
+    clusters = {"dask": _dask, "ray": _ray}
+    if name not in clusters and on != "processes":
+        raise ValueError(f'a sweep runs on "processes", "dask:ADDRESS" or "ray:ADDRESS", not {on!r}')
+    with ExitStack() as stack:
+        try:
+            if name in clusters:
+                stack.enter_context(clusters[name](address))
+        except ImportError as error:
+            raise ValueError(f"a sweep on {name} needs its package: pip install {name} ({error})") from None
+        yield

@@ -122,3 +122,17 @@ def test_every_page_opens_on_a_stage_that_steps(address, word, scheme):
         assert page.locator("[data-testid=stException]").count() == 0
         assert page.locator("svg.st").bounding_box()["width"] > 600
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_replay_page_shows_figures_charts_and_what_if(address, scheme):
+    with browser_page(1280, 1000, color_scheme=scheme) as page:
+        page.goto(f"{address}/replay?size=512&n=4")
+        page.get_by_text("best evictions of this pool").wait_for(timeout=60_000)
+        page.wait_for_selector("[data-testid=stVegaLiteChart] :is(canvas, svg)", timeout=60_000)
+        page.get_by_role("button", name="What if the pool").click()
+        page.get_by_text("pool, GiB", exact=True).first.wait_for(timeout=120_000)
+        assert page.locator("[data-testid=stVegaLiteChart]").count() == 2
+        assert page.locator("[data-testid=stException]").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert "…" not in "".join(page.locator("[data-testid=stMetricValue]").all_inner_texts())

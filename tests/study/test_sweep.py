@@ -98,18 +98,17 @@ def test_a_process_that_is_really_killed_leaves_whole_files_only(source, tmp_pat
 
 
 def test_a_place_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="dask:ADDRESS"):
-        sweeping.place("moon")
-    with pytest.raises(ValueError, match="dask:ADDRESS"):
-        sweeping.place("processes:3")
+    for wrong in ("moon", "processes:3"):
+        with pytest.raises(ValueError, match="dask:ADDRESS"), sweeping.place(wrong):
+            pass
 
 
 @pytest.mark.parametrize("name", ["dask", "ray"])
 def test_a_cluster_without_its_package_says_what_to_install(name, monkeypatch):
     for module in ("dask.distributed", "ray"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=f"pip install {name}"):
-        sweeping.place(f"{name}:somewhere")
+    with pytest.raises(ValueError, match=f"pip install {name}"), sweeping.place(f"{name}:somewhere"):
+        pass
 
 
 def test_the_command_prints_a_table_of_what_if(source, tmp_path, capsys):
