@@ -7,18 +7,18 @@ tensors. It schedules nothing: who arrives is in at the next tick, and what does
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvlab.contract import Json
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.study.geometries import KNOWN, Geometry, row_geometry
+from kvlab.study.thinned import Thinned
 from kvlab.study.traces import Arrival
 
 MAXIMUM, POWER_OF_TWO, PAGED = "rectangles, maximum length", "rectangles, next power of two", "pages"
 LAYOUTS = (MAXIMUM, POWER_OF_TWO, PAGED)
-MOST_POINTS = 400
 PAPER_REPORTED = MappingProxyType({"three Orca variants": (20.4, 38.2), "vLLM": 96.3})
 """Percent of K/V memory with token states, paper-reported: PagedAttention, figure 2, for its own workload. Not ours."""
 
@@ -97,22 +97,6 @@ class _InFlight:
     ticks: int = 0
 
 
-@dataclass(slots=True)
-class _Series:
-    """At most `MOST_POINTS` moments: when there are more, every second one goes and the stride doubles."""
-
-    points: list[Point] = field(default_factory=list)
-    stride: int = 1
-    seen: int = 0
-
-    def add(self, point: Point) -> None:
-        if self.seen % self.stride == 0:
-            self.points.append(point)
-            if len(self.points) > MOST_POINTS:
-                self.points, self.stride = self.points[::2], self.stride * 2
-        self.seen += 1
-
-
 class Replay:
     """The replay itself, tick by tick; `run` does it all. O(requests in flight) a tick, O(points) memory."""
 
@@ -125,7 +109,7 @@ class Replay:
         self.row_bytes, self.flight = group.row_bytes, dict[str, _InFlight]()
         self.live_rows, self.admitted, self.now = 0, 0, 0.0
         self.reserved = dict.fromkeys(LAYOUTS, 0)
-        self._series, self._peaks = _Series(), dict[str, Point]()
+        self._series, self._peaks = Thinned[Point](), dict[str, Point]()
         self._live_sum, self._reserved_sum = 0, dict.fromkeys(LAYOUTS, 0)
 
     def ticks(self, arrivals: Iterable[Arrival]) -> Iterator[Point]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from kvlab.contract import Json
 from kvlab.reuse.eviction import ORDERS
 from kvlab.study.ceilings import Journal, PrefixNodes, best_hits, walk
 from kvlab.study.replay_pools import Pool, PrefixPool, RadixPool, Use, unit_of
+from kvlab.study.thinned import Thinned
 from kvlab.study.traced_request import TracedRequest
 
 OBSERVED = {"prefix": "vllm-0.23", "radix": "sglang-0.5.11"}
 """The source-observed behaviour that each index can copy, beside the normative one."""
-MOST_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,28 +134,10 @@ class Replayed:
         return out | {"recomputed_tokens": self.recomputed_tokens, "hit_share": self.hit_share, "losses": self.losses}
 
 
-@dataclass(slots=True)
-class _Course:
-    """At most `MOST_POINTS` moments: when there are more, every second one goes and the stride doubles."""
-
-    moments: list[Moment] = field(default_factory=list)
-    stride: int = 1
-    seen: int = 0
-    peaks: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-    def add(self, at: float | None, use: Use) -> None:
-        self.seen += 1
-        self.peaks = list(map(max, self.peaks, (use.unique, use.referenced, use.cached)))
-        if self.seen % self.stride == 0:
-            self.moments.append(Moment(self.seen, at, use))
-            if len(self.moments) > MOST_POINTS:
-                self.moments, self.stride = self.moments[1::2], self.stride * 2
-
-
 class Replay:
     """A replay that takes one request after another; `run` plays a whole trace.
 
-    Memory: the pool, the requests in flight, at most `MOST_POINTS` moments; with ceilings also 4 bytes for each block
+    Memory: the pool, the requests in flight, at most 400 moments; with ceilings also 4 bytes for each block
     of each request and an entry for each different block.
     """
 
@@ -166,7 +148,7 @@ class Replay:
                                      "output_tokens", "hit_tokens", "requests_hit", "ended_early"), 0)
         self.ideal = self.design = 0
         self._seen, self._journal = (PrefixNodes(), Journal()) if ceilings else (None, None)
-        self._course, self._seconds = _Course(), 0.0
+        self._course, self._peaks, self._seconds = Thinned[Moment](), (0, 0, 0), 0.0
 
     def play(self, request: TracedRequest) -> int | None:
         """One request: tokens that were found; None where it is larger than the pool and is refused.
@@ -177,10 +159,12 @@ class Replay:
         walked = walk(self._seen, request, self.setting.block_size) if self._seen is not None else None
         start = time.perf_counter()
         hit = self._serve(f"r{self.counts['requests']}", request)
-        self._course.add(request.at, self.pool.use())
+        use = self.pool.use()
         self._seconds += time.perf_counter() - start
         counts = self.counts
         counts["requests"] += 1
+        self._course.add(Moment(counts["requests"], request.at, use))
+        self._peaks = tuple(map(max, self._peaks, (use.unique, use.referenced, use.cached)))
         counts["unknown"] += not request.content_known
         counts["prompt_tokens"] += request.prompt_tokens
         counts["output_tokens"] += request.output_tokens
@@ -222,11 +206,11 @@ class Replay:
         if self._journal is not None:
             best = best_hits(self._journal, self.setting.pool_blocks) * self.setting.block_size
             design, ideal, different = self.design, self.ideal, len(self._seen)
-        unique, referenced, cached = self._course.peaks
+        unique, referenced, cached = self._peaks
         return Replayed(self.setting, **self.counts, ideal_hit_tokens=ideal, design_hit_tokens=design,
                         optimal_hit_tokens=best, different_blocks=different, evicted_blocks=self.pool.evicted_blocks,
                         peak_unique_blocks=unique, peak_referenced_blocks=referenced, peak_cached_blocks=cached,
-                        moments=tuple(self._course.moments), seconds=self._seconds, digest=self.pool.digest)
+                        moments=tuple(self._course.points), seconds=self._seconds, digest=self.pool.digest)
 
 
 def run(requests: Iterable[TracedRequest], setting: Setting, *, ceilings: bool = True,

@@ -14,7 +14,6 @@ from kvlab.study.geometries import KNOWN
 from kvlab.study.occupancy import (
     LAYOUTS,
     MAXIMUM,
-    MOST_POINTS,
     PAGED,
     PAPER_REPORTED,
     POWER_OF_TWO,
@@ -24,6 +23,7 @@ from kvlab.study.occupancy import (
     rows_of,
     run,
 )
+from kvlab.study.thinned import MOST_POINTS
 from kvlab.study.traces import EMBEDDED, Arrival, AzureArrivals
 from tests.support import ROOT, require
 

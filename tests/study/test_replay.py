@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kvlab.__main__ import main
 from kvlab.reuse.token_keys import pack
 from kvlab.study import replay_report
-from kvlab.study.replay import MOST_POINTS, Replay, Setting, run
+from kvlab.study.replay import Replay, Setting, run
 from kvlab.study.replay_pools import PrefixPool, RadixPool, unit_of, unit_rows
 from kvlab.study.replay_source import Source, blocks_in, row_bytes
+from kvlab.study.thinned import MOST_POINTS
 from kvlab.study.traced_request import TracedRequest
 from tests.study.replay_model import ChainModel, plain_lru
 from tests.support import require
