@@ -28,6 +28,14 @@ def load(where: str) -> tuple[Model, Tokenizer]:
     return load_model(where, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
+@st.cache_resource(show_spinner="Loading the tokenizer …")
+def tokenizer() -> Tokenizer:
+    """The embedded model's, without its weights."""
+    from kvlab.study.trace_texts import named_tokenizer
+
+    return named_tokenizer("austen")
+
+
 @st.cache_resource
 def stage_component() -> Any:
     return stage.component()

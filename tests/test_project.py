@@ -60,6 +60,13 @@ def test_modules_and_functions_stay_short(folder):
                 assert node.end_lineno - node.lineno <= 45, f"{path}: {node.name}"
 
 
+def test_what_pages_cache_has_a_name_of_its_own():
+    """Pages run as one module: two cached functions with one name and one text would answer for each other."""
+    names = [node.name for path in ROOT.glob("app/**/*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.FunctionDef) and any("cache_" in ast.unparse(d) for d in node.decorator_list)]
+    assert len(names) > 8 and len(set(names)) == len(names), sorted(names)
+
+
 def tracked():
     out = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     return [ROOT / line for line in out.stdout.splitlines()]

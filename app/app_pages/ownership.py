@@ -161,7 +161,7 @@ def played(bench: Bench, start: str, done: list[str]) -> None:
 
 # ---------------------------------------------------------------- the failure lab
 @st.cache_data
-def cases(lab: str) -> list[Case]:
+def ownership_cases(lab: str) -> list[Case]:
     return LABS[lab]()
 
 
@@ -170,7 +170,7 @@ def failure_lab() -> None:
     st.markdown("##### Failure lab\nPick something forbidden. It is tried now, on a fresh machine of its own.")
     lab = st.segmented_control("Which", list(LABS), default=next(iter(LABS)), key=KEY + "lab", required=True,
                                label_visibility="collapsed")
-    known = {case.id: case for case in cases(lab)}
+    known = {case.id: case for case in ownership_cases(lab)}
     case = known[st.selectbox("Try this", list(known), key=f"{KEY}case {lab}", format_func=lambda i: " · ".join(
         filter(None, (known[i].engine, known[i].what))))]
     tried = case.attempt()

@@ -124,16 +124,9 @@ def designs(start: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- what is played
-@st.cache_resource(show_spinner="Loading the tokenizer …")
-def tokenizer() -> Any:
-    from kvlab.study.trace_texts import named_tokenizer
-
-    return named_tokenizer("austen")
-
-
 def prompts(chosen: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Anna's tokens and Ben's. ValueError where one of them says nothing."""
-    encode = tokenizer().encode
+    encode = parts.tokenizer().encode
     if chosen["from"] == "own":
         anna, ben = (encode(text) if text.strip() else [] for text in chosen["p"])
         if not anna or not ben:
@@ -150,7 +143,7 @@ def prompts(chosen: dict[str, Any]) -> tuple[list[int], list[int]]:
 def play(chosen: dict[str, Any], anna: list[int], ben: list[int]) -> PrefixWalk:
     """Anna runs and publishes, then Ben starts; on a fresh index of this design."""
     room = 2 * (max(len(anna), len(ben)) // BLOCK + 2)
-    walk = PrefixWalk(BLOCK, room, policy=chosen["policy"], partial_tails=chosen["tails"], tokenizer=tokenizer())
+    walk = PrefixWalk(BLOCK, room, policy=chosen["policy"], partial_tails=chosen["tails"], tokenizer=parts.tokenizer())
     walk.start("Anna", anna)
     walk.publish("Anna", anna)
     walk.start("Ben", ben, chosen["logits"])
@@ -225,7 +218,7 @@ def predictions() -> None:
 
 # ---------------------------------------------------------------- the failure lab
 @st.cache_data
-def cases() -> list[Case]:
+def chain_cases() -> list[Case]:
     return lesson_prefix.malformed()
 
 
@@ -245,7 +238,7 @@ def failure_lab() -> None:
                                *(f"| `{bug}` | {saw} | {here} | {'✓ held' if held else '✕ **did not hold**'} |"
                                  for bug, saw, here, held in bugs())]))
         return
-    known = {case.id: case for case in cases()}
+    known = {case.id: case for case in chain_cases()}
     case = known[st.selectbox("Try this", list(known), key=KEY + "case", format_func=lambda i: known[i].what)]
     tried = case.attempt()
     left, right = st.columns(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import parts
 import streamlit as st
@@ -15,9 +15,6 @@ from kvlab.study.lesson_ownership import Case
 from kvlab.study.lesson_radix import POLICIES, PREDICTIONS, Tried, answers, malformed, on_trace, serve, stories
 from kvlab.views.radix_names import names_of
 from kvlab.views.scene import Recording
-
-if TYPE_CHECKING:
-    from kvlab.execution.tokenizer import Tokenizer
 
 KEY = "radix."  # pages share one session, so this page's choices carry its name
 STARTS = {"trace": "The trace", "chats": "Your chats"}
@@ -111,13 +108,6 @@ def chats(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- what is played
-@st.cache_resource
-def tokenizer() -> Tokenizer:
-    from kvlab.study.trace_texts import named_tokenizer
-
-    return named_tokenizer("austen")
-
-
 Rows = list[tuple[str, int, int, str]]
 
 
@@ -128,8 +118,8 @@ def play(chosen: dict[str, Any]) -> tuple[Tried, dict[int, str] | None, Rows]:
         return on_trace(**shape), None, []
     tried, pieces, rows = Tried(RadixCache(chosen["slots"], **shape)), {}, []
     for name, text in zip(NAMES, chosen["chat"], strict=False):
-        if ids := tokenizer().encode(text) if text.strip() else []:
-            pieces |= {token: tokenizer().decode([token]) for token in ids}
+        if ids := parts.tokenizer().encode(text) if text.strip() else []:
+            pieces |= {token: parts.tokenizer().decode([token]) for token in ids}
             before = len(tried.outcomes)
             found = serve(tried, name, ids, runs_on=name in chosen["runs"])
             rows.append((name, len(ids), found, next(filter(None, tried.outcomes[before:]), "")))
@@ -191,7 +181,7 @@ def _mark(asked: dict[str, str], guess: int | None, answer: int) -> str:
 
 # ---------------------------------------------------------------- the failure lab
 @st.cache_data
-def cases(lab: str) -> list[Case]:
+def tree_cases(lab: str) -> list[Case]:
     return LABS[lab]()
 
 
@@ -200,7 +190,7 @@ def failure_lab() -> None:
     st.markdown("##### Failure lab\nPick something forbidden. It is tried now, on a fresh machine of its own.")
     lab = st.segmented_control("Which", list(LABS), default=next(iter(LABS)), key=KEY + "lab", required=True,
                                label_visibility="collapsed")
-    known = {case.id: case for case in cases(lab)}
+    known = {case.id: case for case in tree_cases(lab)}
     case = known[st.selectbox("Try this", list(known), key=f"{KEY}case {lab}", format_func=lambda i: known[i].what)]
     tried = case.attempt()
     left, right = st.columns(2)

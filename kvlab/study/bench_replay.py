@@ -18,7 +18,7 @@ from kvlab.study.draw_agents import AGENTS
 MOONCAKE = ("conversation_first6000.jsonl", "synthetic.jsonl")
 TAU_BENCH = "airline_first100.jsonl"
 PEAK = """
-import json, resource, sys, time
+import json, sys, time
 from kvlab.study.replay import Setting, run
 from kvlab.study.replay_source import Source
 index, size, blocks, waves, *paths = sys.argv[1:]
@@ -29,7 +29,8 @@ for path in paths:
     began = time.process_time()
     run(rows, Setting(index, int(size), int(blocks)), ceilings=False)
     spent += time.process_time() - began
-print(json.dumps([spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))  # getrusage counts the parent's too
+print(json.dumps([spent, int(peak.split()[1]) / 1024]))
 """
 
 
