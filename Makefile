@@ -17,11 +17,13 @@ app: .venv/ready
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks
 
+# Lessons are compared beside the tests, each on one core; what they print follows at the end.
 test: export OMP_NUM_THREADS ?= 1
 test: .venv/ready
 	$(BIN)/ruff check .
-	$(BIN)/pytest
-	$(BIN)/pytest --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+	@$(BIN)/pytest --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks \
+	  > .venv/lessons.log 2>&1 & lessons=$$!; $(BIN)/pytest; tests=$$?; \
+	wait $$lessons; lessons=$$?; cat .venv/lessons.log; exit $$((tests || lessons))
 
 notebooks: .venv/ready
 	$(BIN)/python notebooks/build.py
