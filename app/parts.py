@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from kvlab.contract import Rejected
+from kvlab.reasons import REASONS
 from kvlab.views import stage
 from kvlab.views.scene import Recording
 
 if TYPE_CHECKING:
     from kvlab.execution.model import Model
     from kvlab.execution.tokenizer import Tokenizer
+    from kvlab.study.lesson_ownership import Case
 
 
 @st.cache_resource(show_spinner="Loading the model …", max_entries=2)
@@ -52,6 +54,20 @@ def in_plain_words() -> Iterator[None]:
         st.error(f"**{no.reason}**: {no.meaning} ({no.detail}) Nothing was changed.", icon=":material/block:")
     except (ModelFileError, ValueError) as error:
         st.error(str(error), icon=":material/error:")
+
+
+def bounce(case: Case, story: str = "") -> None:
+    """Something forbidden, tried now on a fresh machine: what is tried, its refusal, the digest before and after."""
+    tried, at = case.attempt(), case.negative.get("at", "base")
+    left, right = st.columns(2)
+    if story:
+        left.markdown(story)
+    when = "at the start" if at == "base" else f"after “{at}”"
+    left.caption(f"A snapshot, changed {when}, then loaded" if "patch" in case.negative else f"Asked {when}")
+    left.code("\n".join(map(json.dumps, case.tried)), "json", wrap_lines=True)
+    same = "= unchanged" if tried.before == tried.after else "→ changed"
+    right.error(f"**{tried.reason}**: {REASONS[tried.reason]}", icon=":material/block:")
+    right.markdown(f"State `{tried.before[:8]}` before, `{tried.after[:8]}` after: **{same}**")
 
 
 LEGEND = """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import string
 from typing import Any
 
 import parts
 import streamlit as st
 
-from kvlab.reasons import REASONS
 from kvlab.study import crowd
 from kvlab.study.lesson_ownership import PLUGS, Bench, Case, article, fresh, in_words, malformed, step_of, stories
 from kvlab.views.pool_words import amount
@@ -173,17 +171,7 @@ def failure_lab() -> None:
     known = {case.id: case for case in ownership_cases(lab)}
     case = known[st.selectbox("Try this", list(known), key=f"{KEY}case {lab}", format_func=lambda i: " · ".join(
         filter(None, (known[i].engine, known[i].what))))]
-    tried = case.attempt()
-    left, right = st.columns(2)
-    if case.engine:
-        left.markdown(f"**In public** (`{case.id}`): {case.wrong}\n\n**Right**: {case.right}")
-    at = case.negative.get("at", "base")
-    when = "at the start" if at == "base" else f"after “{at}”"
-    left.caption(f"A snapshot, changed {when}, then loaded" if "patch" in case.negative else f"Asked {when}")
-    left.code("\n".join(map(json.dumps, case.tried)), "json", wrap_lines=True)
-    same = "= unchanged" if tried.before == tried.after else "→ changed"
-    right.error(f"**{tried.reason}**: {REASONS[tried.reason]}", icon=":material/block:")
-    right.markdown(f"State `{tried.before[:8]}` before, `{tried.after[:8]}` after: **{same}**")
+    parts.bounce(case, case.engine and f"**In public** (`{case.id}`): {case.wrong}\n\n**Right**: {case.right}")
 
 
 # ---------------------------------------------------------------- many writers

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import parts
 import streamlit as st
 
-from kvlab.reasons import REASONS
 from kvlab.study import lesson_prefix
 from kvlab.study.lesson_ownership import Case
 from kvlab.study.lesson_prefix import OBSERVED, POLICIES, QUESTION
@@ -240,16 +238,7 @@ def failure_lab() -> None:
         return
     known = {case.id: case for case in chain_cases()}
     case = known[st.selectbox("Try this", list(known), key=KEY + "case", format_func=lambda i: known[i].what)]
-    tried = case.attempt()
-    left, right = st.columns(2)
-    at = case.negative.get("at", "base")
-    when = "at the start" if at == "base" else f"after “{at}”"
-    left.caption(f"A snapshot, changed {when}, then loaded" if "patch" in case.negative else f"Asked {when}")
-    with left.container(height=240):
-        st.code("\n".join(map(json.dumps, case.tried)), "json", wrap_lines=True)
-    same = "= unchanged" if tried.before == tried.after else "→ changed"
-    right.error(f"**{tried.reason}**: {REASONS[tried.reason]}", icon=":material/block:")
-    right.markdown(f"State `{tried.before[:8]}` before, `{tried.after[:8]}` after: **{same}**")
+    parts.bounce(case)
 
 
 state = st.session_state

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import parts
 import streamlit as st
 
-from kvlab.reasons import REASONS
 from kvlab.reuse.eviction import ORDERS
 from kvlab.reuse.radix_cache import RadixCache
 from kvlab.study.lesson_ownership import Case
@@ -192,16 +190,7 @@ def failure_lab() -> None:
                                label_visibility="collapsed")
     known = {case.id: case for case in tree_cases(lab)}
     case = known[st.selectbox("Try this", list(known), key=f"{KEY}case {lab}", format_func=lambda i: known[i].what)]
-    tried = case.attempt()
-    left, right = st.columns(2)
-    at = case.negative.get("at", "base")
-    when = "at the start" if at == "base" else f"after “{at}”"
-    public = "" if lab == "Malformed inputs" else f"In public: `{case.id}`. "
-    left.caption(public + (f"A snapshot, changed {when}, then loaded" if "patch" in case.negative else f"Asked {when}"))
-    left.code("\n".join(map(json.dumps, case.tried)), "json", wrap_lines=True)
-    same = "= unchanged" if tried.before == tried.after else "→ changed"
-    right.error(f"**{tried.reason}**: {REASONS[tried.reason]}", icon=":material/block:")
-    right.markdown(f"State `{tried.before[:8]}` before, `{tried.after[:8]}` after: **{same}**")
+    parts.bounce(case, "" if lab == "Malformed inputs" else f"**In public**: `{case.id}`")
 
 
 state = st.session_state

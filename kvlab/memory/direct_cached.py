@@ -32,7 +32,10 @@ def quiet(self: Allocator) -> bool:
 
 
 def touch(self: Allocator, request: str, rows: Sequence[Sequence[int]], tokens: int) -> AllocationReceipt:
-    """A new request of `tokens` tokens over cached blocks, `rows` of packed handles a group; the rest is fresh."""
+    """A new request of `tokens` tokens over cached blocks, `rows` of packed handles a group; the rest is fresh.
+
+    O(blocks). `Rejected` as the operation "touch" (article 0x04C).
+    """
     with self.lock:
         if (type(tokens) is int and type(request) is str and request and request not in self.requests and quiet(self)
                 and (indices := _touchable(self, rows, tokens)) is not None):
@@ -96,7 +99,10 @@ def _touch_now(self: Allocator, request: str, rows: Sequence[Sequence[int]], ind
 
 
 def cache_full(self: Allocator, request: str, blocks: Sequence[int], keys: Sequence[str]) -> AllocationReceipt:
-    """Give logical blocks of a request cached identities: one key a block, the same in every group."""
+    """Give logical blocks of a request cached identities: one key a block, the same in every group.
+
+    O(blocks). `Rejected` as the operation "cache_full".
+    """
     with self.lock:
         live = self.requests.get(request)
         last = max(blocks, default=0)

@@ -76,9 +76,11 @@ def _publish(cache: PrefixCache, op: Operation) -> Json:
 
 def _known(cache: PrefixCache, part: Part, request: Request, made: list[tuple[bytes, bytes, bytes]]) -> set[int]:
     """Blocks that stand under their keys already, where no witness has to be compared for them. O(blocks)."""
-    known = set() if cache.witness else set(range(len(made)))
-    for pool, table, key_of, part_of in zip(cache.allocator.pools, request.tables if known else (),
-                                            cache.entries.key_of, cache.entries.part_of, strict=bool(known)):
+    if cache.witness:
+        return set()
+    known, entries = set(range(len(made))), cache.entries
+    for pool, table, key_of, part_of in zip(cache.allocator.pools, request.tables, entries.key_of, entries.part_of,
+                                            strict=True):
         indices = (np.frombuffer(table, np.int64) & INDEX_MASK).tolist()
         known = {block for block in known if (i := indices[block]) in pool.keys and key_of[i] == made[block][0]
                  and part_of[i] is part}

@@ -43,8 +43,10 @@ class PrefixWalk:
     # ------------------------------------------------------------------ what may be asked
     def lookup(self, request: str, tokens: Sequence[int], requires_logits: bool = True) -> str:
         """What a prompt would find; nothing changes. "" or the reason of a refusal."""
-        find = lambda: {"match": self.cache.lookup(  # noqa: E731
-            self.asker, request, tokens, requires_logits=requires_logits).to_dict()}
+        def find() -> dict[str, Any]:
+            match = self.cache.lookup(self.asker, request, tokens, requires_logits=requires_logits)
+            return {"match": match.to_dict()}
+
         return self._keep(LOOKUP, f"look {request}'s prompt up", "lookup", request, tokens, find)
 
     def start(self, request: str, tokens: Sequence[int], requires_logits: bool = True) -> str:

@@ -142,7 +142,8 @@ class Replay:
     """
 
     def __init__(self, setting: Setting, *, ceilings: bool = True) -> None:
-        self.setting, self.pool, self._unit = setting, setting.pool(1), 0
+        self.setting, self._unit = setting, 0
+        self.pool: Pool | None = None
         self.flight: deque[str] = deque()
         self.counts = dict.fromkeys(("requests", "unknown", "refused", "refused_tokens", "prompt_tokens",
                                      "output_tokens", "hit_tokens", "requests_hit", "ended_early"), 0)
@@ -207,10 +208,11 @@ class Replay:
             best = best_hits(self._journal, self.setting.pool_blocks) * self.setting.block_size
             design, ideal, different = self.design, self.ideal, len(self._seen)
         unique, referenced, cached = self._peaks
+        pool = self.pool or self.setting.pool(1)
         return Replayed(self.setting, **self.counts, ideal_hit_tokens=ideal, design_hit_tokens=design,
-                        optimal_hit_tokens=best, different_blocks=different, evicted_blocks=self.pool.evicted_blocks,
+                        optimal_hit_tokens=best, different_blocks=different, evicted_blocks=pool.evicted_blocks,
                         peak_unique_blocks=unique, peak_referenced_blocks=referenced, peak_cached_blocks=cached,
-                        moments=tuple(self._course.points), seconds=self._seconds, digest=self.pool.digest)
+                        moments=tuple(self._course.points), seconds=self._seconds, digest=pool.digest)
 
 
 def run(requests: Iterable[TracedRequest], setting: Setting, *, ceilings: bool = True,

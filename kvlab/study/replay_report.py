@@ -40,9 +40,9 @@ def words(found: Replayed, title: str) -> str:
         lines.append(f"{found.refused:,} requests are larger than the whole pool and were refused "
                      f"({found.refused_tokens:,} prompt tokens).")
     lines += [f"{'hit':<30}{share(found.hit_tokens, of):>8}  {found.hit_tokens:>15,} tokens",
-              f"{'recomputed':<30}{share(found.recomputed_tokens, of):>8}  {found.recomputed_tokens:>15,} tokens", ""]
-    lines[-1:-1] = [f"{'requests with any hit':<30}{share(found.requests_hit, found.requests):>8}  "
-                    f"{found.requests_hit:>15,} requests"]
+              f"{'recomputed':<30}{share(found.recomputed_tokens, of):>8}  {found.recomputed_tokens:>15,} tokens",
+              f"{'requests with any hit':<30}{share(found.requests_hit, found.requests):>8}  "
+              f"{found.requests_hit:>15,} requests", ""]
     if found.unknown == found.requests:
         return "\n".join([*lines, *course(found)])
     for (name, tokens), why in zip(ceilings(found), ["", *LOST], strict=False):

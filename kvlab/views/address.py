@@ -56,7 +56,7 @@ def _ghost(snapshot: Json, trace: Json, passed: int) -> Json | None:
 
 def _frame(s: Sight, note: str) -> Frame:
     title, why = _asked(s) if s.done == 0 else _SAID[s.done - 1](s)
-    kind = "start" if s.done == 0 else "committed" if s.done == len(STEPS) else "staged"
+    kind = "start" if s.done == 0 else "read"
     return Frame(title, why, kind, _board(s), _twin(s, note), scene(s))
 
 

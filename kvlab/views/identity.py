@@ -136,7 +136,7 @@ def _frame(walk: Json, made: int, check: Json, reasons: Mapping[str, str]) -> Fr
     else:
         said = "The concrete key is another one: no candidate"
         why = "The index would not offer these rows. Ask the manifest all the same: what would it say?"
-    return Frame(said, why, "refused" if no else "staged", _board(walk, made), _twin(walk, made), scene(walk, made),
+    return Frame(said, why, "refused" if no else "read", _board(walk, made), _twin(walk, made), scene(walk, made),
                  shake=f"check.{name}" if no else None)
 
 
@@ -146,7 +146,7 @@ def _last(walk: Json) -> Frame:
         said, kind = "Every fact agrees: the rows are held for the consumer", "committed"
         why = f"{walk['request']} now holds {walk['handle']}. Nobody can take the rows away while it reads them."
     else:
-        said, kind = "Every fact agrees", "staged"
+        said, kind = "Every fact agrees", "read"
         why = "These rows may be read by this consumer. Nothing has changed."
     return Frame(said, why, kind, _board(walk, made), _twin(walk, made), scene(walk, made))
 

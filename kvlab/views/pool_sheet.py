@@ -85,13 +85,17 @@ def clip(words: str, most: int) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
+def layers(first: int, end: int) -> str:
+    """The layers from `first` up to `end`, which is not one of them."""
+    return f"layer {first}" if end == first + 1 else f"layers {first}–{end - 1}"
+
+
 # ---------------------------------------------------------------- the shelves
 def headings(sheet: Sheet) -> Iterator[Shape]:
     """The name of each shelf, the rule over its tables and the numbers of its columns."""
     for shelf in sheet.shelves:
         first, end = shelf.layers
-        layers = f"layer {first}" if end == first + 1 else f"layers {first}–{end - 1}"
-        words = f"{shelf.group} · {layers} · {size(shelf.row_bytes)} a row"
+        words = f"{shelf.group} · {layers(first, end)} · {size(shelf.row_bytes)} a row"
         yield draw.label(f"head.{shelf.group}", shelf.x, HEAD_Y, words, "d")
         yield draw.rule(f"line.{shelf.group}", shelf.x, RULE_Y, shelf.width, _beyond(sheet, shelf))
         yield from _columns(sheet, shelf)

@@ -7,7 +7,7 @@ history, so whoever asks keeps the moments (`kvlab.study.prefix_walk.PrefixWalk`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvlab.views.pool_sheet import letters
@@ -43,7 +43,6 @@ class Moment:
     match: Json | None = None
     reason: str = ""
     detail: str = ""
-    more: str = field(default="")
 
 
 def scene(moment: Moment, *, pieces: Mapping[int, str] | None = None) -> Scene:
@@ -89,7 +88,7 @@ def _frames(moment: Moment, before: Moment | None, words: Words, who: Mapping[st
                 totals["taken"] += moment.match["lengths"]["S_runtime"]
             scene = picture(old.state, base, words=words, letters=who, look=look, digest=old.digest,
                             digest_before=old.digest)
-            yield Frame(title, why, "staged", board(old, totals), twin(base, look, moment, words), scene)
+            yield Frame(title, why, "read", board(old, totals), twin(base, look, moment, words), scene)
     if moment.what == LOOKUP:
         return
     found = walk(moment.state, moment.manifest, moment.tokens, moment.keys)
@@ -168,7 +167,7 @@ def _words(moment: Moment, found: Walk, reasons: Mapping[str, str]) -> tuple[str
         why = reasons.get(moment.reason, "It may not be.")
         return f"Refused: {moment.said}", f"{why.rstrip('.')}. Nothing changed."
     if moment.what == STARTS:
-        return moment.said, moment.more or "No prompt has been asked for yet."
+        return moment.said, "No prompt has been asked for yet."
     if moment.op in ("start", "admit"):
         parts = moment.receipt["parts"][0]
         fresh, who = parts["new_bundles"], moment.request
@@ -188,7 +187,7 @@ def _words(moment: Moment, found: Walk, reasons: Mapping[str, str]) -> tuple[str
     if moment.op in ("release", "cancel"):
         return f"{moment.request} ends", ("What nobody else holds is free now. A free block keeps its rows and its key "
                                           "until somebody takes it.")
-    return moment.said, moment.more or "The index follows: an entry lives as long as its block."
+    return moment.said, "The index follows: an entry lives as long as its block."
 
 
 def board(moment: Moment, totals: Mapping[str, int]) -> tuple[Json, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlab.views import shapes as draw
-from kvlab.views.pool_sheet import clip
+from kvlab.views.pool_sheet import clip, layers
 from kvlab.views.prefix_columns import BEHIND, HIT, MISS, Walk, holders, keys_by_handle, valid_rows
 from kvlab.views.scene import Scene
 from kvlab.views.shapes import BLOCK_W, GUTTER, LEFT, PITCH, VIEW, Shape
@@ -161,8 +161,8 @@ def _groups(sheet: Sheet) -> Iterator[Shape]:
     named = keys_by_handle(sheet.state)
     for g, group in enumerate(sheet.state["allocator"]["groups"][:2]):
         y = GROUP_Y + g * GROUP_PITCH
-        layers = f"layers {group['layer_start']}–{group['layer_end'] - 1}"
-        yield draw.lane(f"g{g}", GUTTER, y + 12, group["group_id"], layers)
+        under = layers(group["layer_start"], group["layer_end"])
+        yield draw.lane(f"g{g}", GUTTER, y + 12, group["group_id"], under)
         for n, x in sheet.columns:
             handle = _handle(sheet, n, group["group_id"])
             if handle:

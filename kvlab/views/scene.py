@@ -17,8 +17,8 @@ from kvlab.views.kinds import layer
 from kvlab.views.look import Theme
 
 Shape = Mapping[str, Any]
-Kind = Literal["start", "committed", "staged", "refused"]
-FRAME_KINDS = ("start", "committed", "staged", "refused")
+Kind = Literal["start", "read", "committed", "staged", "refused"]
+FRAME_KINDS = ("start", "read", "committed", "staged", "refused")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def test_the_view_knows_the_translators_steps():
 
 def test_a_frame_for_the_question_and_one_for_each_step():
     recording = made()
-    assert [f.kind for f in recording.frames] == ["start"] + ["staged"] * 11 + ["committed"]
+    assert [f.kind for f in recording.frames] == ["start"] + ["read"] * 12
     assert recording.frames[-1].title == "Byte 4,311,843,082"
     assert Recording.from_dict(recording.to_dict()).id == recording.id
 

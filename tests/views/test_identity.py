@@ -41,7 +41,7 @@ def walked(name, principal="alice"):
 def test_a_frame_for_every_check_that_was_made(name, frames, kind, title):
     made = played(walked(name))
     assert (len(made.frames), made.frames[-1].kind, made.frames[-1].title) == (frames, kind, title)
-    assert [f.kind for f in made.frames[:-1]] == ["start", *["staged"] * (frames - 2)]
+    assert [f.kind for f in made.frames[:-1]] == ["start", *["read"] * (frames - 2)]
     for n, frame in enumerate(made.frames):
         shapes = frame.scene.by_key()
         solid = [key for key, s in shapes.items() if key.startswith("check.") and not s.get("hatch")]
@@ -71,7 +71,7 @@ def test_who_may_not_look_is_stopped_before_the_key():
 def test_a_key_that_differs_is_a_miss_and_no_refusal():
     made = played(walked("salt"))
     miss = made.frames[2]
-    assert miss.kind == "staged" and miss.title == "The concrete key is another one: no candidate"
+    assert miss.kind == "read" and miss.title == "The concrete key is another one: no candidate"
     shapes = miss.scene.by_key()
     assert shapes["miss"]["label"] == "no candidate" and "tone" not in shapes["miss"]
     both = made.frames[-1].scene.by_key()
@@ -82,7 +82,7 @@ def test_a_key_that_differs_is_a_miss_and_no_refusal():
 def test_a_compatible_pair_under_another_key_changes_nothing():
     data = walk(GATE, principal="alice", namespace="prod/a", record="g0/1000@3", change={}, adapter_name="other")
     last = played(data).frames[-1]
-    assert (last.title, last.kind) == ("Every fact agrees", "staged")
+    assert (last.title, last.kind) == ("Every fact agrees", "read")
     assert last.scene.by_key()["digest"]["value"] == last.scene.by_key()["digest"]["prev"]
 
 

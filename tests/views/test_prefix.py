@@ -232,7 +232,8 @@ def test_the_walks_reach_what_the_layout_must_bear() -> None:
 def test_lookups_and_refusals_leave_the_digest_and_commits_move_it() -> None:
     for name, i, f in frames():
         shown = f.scene.by_key()["digest"]
-        if f.kind in ("staged", "refused"):
+        assert f.kind != "staged", "a lookup stages nothing"
+        if f.kind in ("read", "refused"):
             assert shown["value"] == shown["prev"], (name, i, f.title)
         elif f.kind == "committed" and "nothing new" not in f.title:
             assert shown["value"] != shown["prev"], (name, i, f.title)

@@ -1,7 +1,8 @@
 // Everything that is not the picture: transport, caption, scoreboard, the frame in words.
 const ICONS = { first: "M3 3h2v10H3zM13 3v10L6 8z", back: "M11 3v10L4 8z", play: "M4 2.5v11l9-5.5z",
   pause: "M4 3h3v10H4zM9 3h3v10H9z", next: "M5 3v10l7-5z" };
-const KIND_WORDS = { committed: "committed", staged: "staged, not visible yet", refused: "refused", start: "start" };
+const KIND_WORDS = { committed: "committed", staged: "staged, not visible yet", refused: "refused", start: "start",
+  read: "read, nothing changes" };
 const KEY_WORDS = [[["Space"], "play or pause"], [["←", "→"], "step"], [["Home", "End"], "ends"],
   [["↑", "↓"], "walk the shapes"], [["Enter"], "pick"], [["?"], "these keys"]];
 
