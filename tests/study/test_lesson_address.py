@@ -55,7 +55,7 @@ def test_the_panel_follows_every_choice(model):
     assert panel.trace().refused == "layer_out_of_range"
     assert panel.stage.recording["frames"][-1]["kind"] == "refused" and panel.stage.frame == 2
     panel.fields["layer"].value = 3
-    assert panel.stage.recording["frames"][-1]["kind"] == "committed" and panel.stage.frame == 12
+    assert panel.stage.recording["frames"][-1]["kind"] == "read" and panel.stage.frame == 12
 
 
 def test_the_committed_opening_is_what_the_model_gives(model):
