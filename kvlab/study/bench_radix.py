@@ -1,4 +1,4 @@
-"""The radix index measured: matches, deep chains, eviction, bytes a token; beside SGLang's tree where it is here.
+"""The radix index measured: matches, deep chains, eviction, bytes a token; beside other engines where they are here.
 
 It owns no machine: each row drives the real cache, with receipts, partition checks and the chained digest on.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -17,9 +18,27 @@ from kvlab.reuse.radix_cache import RadixCache
 from kvlab.reuse.token_keys import pack
 from kvlab.study.bench import Row, interleaved
 from kvlab.study.peer_trees import BLOCK_SIZE, EVICT_TOKENS, LENGTHS, prompt, queries
-from kvlab.study.peers import Peer, cpu_time, folders
+from kvlab.study.peers import CACHED, Peer, cpu_time, folders
 
-PEER = "SGLang v0.5.11 tree"
+PEER, CPP, MINI, FULL = "SGLang v0.5.11 tree", "SGLang v0.5.11 C++ tree", "mini-sglang tree", "vLLM v0.23.0, full pool"
+Wanted = tuple[str, str, Callable[[], float], float | None]
+"""A row's name, the peer's workload, our measurement of the same, the target."""
+
+
+def beside(name: str, wanted: Sequence[Wanted], rounds: int = 7) -> Iterator[Row]:
+    """Ours and one peer's in turn, the least of the rounds; one row that says why where the peer is not here."""
+    if not folders():
+        yield Row(wanted[0][0], note=f"not here: {name} (KVLAB_PEERS names no folder)")
+        return
+    with Peer(name) as peer:
+        if peer.why:
+            yield Row(wanted[0][0], note=f"not here: {name} ({peer.why})")
+            return
+        for row, workload, ours, target in wanted:
+            pair = interleaved(ours, partial(peer.measure, workload), rounds, min)
+            known = not math.isnan(pair[1])
+            yield Row(row, "µs", pair[0], name if known else "", pair[1] if known else None, target, "lower",
+                      "" if known else f"{name} has no such workload")
 
 
 def cache(tokens: int, block_size: int = BLOCK_SIZE) -> RadixCache:
@@ -91,6 +110,20 @@ def packed_keys() -> Iterator[Row]:
             yield Row(f"radix, match {n} {kind}, packed", "µs", pair[0], "the same from a list", pair[1])
 
 
+def packed_beside() -> Iterator[Row]:
+    """Packed keys beside a tree that takes ready tensors, and beside a compiled one that takes lists."""
+    for name, target in ((MINI, 1.0), (CPP, 0.5)):
+        yield from beside(name, [
+            (f"radix, match {n} {kind}, packed", f"match {n} {kind}", partial(cpu_time, work, 1), target)
+            for n in LENGTHS for kind, work in matches(n, packed=True).items()])
+
+
+def full_pool() -> Iterator[Row]:
+    """Evict and insert 256 tokens where 50,000 sequences of as many are cached and nothing is free."""
+    yield from beside(FULL, [("radix, evict + insert, 50,000 leaves", f"turn {CACHED}",
+                              partial(cpu_time, turn(CACHED), 1), 1 / 1.5)])
+
+
 def growth() -> Iterator[Row]:
     """Eviction in a large tree, and a chain ten times as deep."""
     small, large = turn(1_000), turn(50_000)
@@ -117,5 +150,7 @@ def metadata(sequences: int = 1_000, tokens: int = 2_048) -> Iterator[Row]:
 
 def radix() -> Iterator[Row]:
     """All rows of the radix index."""
-    for rows in (against_sglang, packed_keys, growth, metadata):
+    from kvlab.study.bench_turns import turns
+
+    for rows in (against_sglang, packed_keys, packed_beside, full_pool, turns, growth, metadata):
         yield from rows()

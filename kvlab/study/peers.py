@@ -2,11 +2,13 @@
 
 `KVLAB_PEERS` names a folder of unpacked packages: it and each folder right below it go on the peer's import path.
 Peers and how their cores are built: vLLM v0.23.0 (block pool, KV cache manager), SGLang v0.5.11 (token allocator),
-mini-sglang and smol-vllm (block managers). A package that a core imports and does not need here may be absent.
+mini-sglang and smol-vllm (block managers), and the trees of `kvlab.study.peer_trees`. A package that a core imports and
+does not need here may be absent.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -17,16 +19,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-from kvlab.study.peer_trees import sglang_tree
+from kvlab.study.peer_trees import EVICT_TOKENS, lightllm_tree, mini_sglang_tree, sglang_cpp_tree, sglang_tree
 
 BLOCK_SIZE, REQUESTS, POOL = 16, 256, 4096
-Workloads = dict[str, tuple[Callable[[], Any], int]]
-"""Name -> (one run of it, how many units it does)."""
+CACHED = 50_000
+"""Sequences that fill the pool in which vLLM evicts."""
+Workloads = dict[str, tuple]
+"""Name -> (one run of it, how many units it does), or with a third: what makes the state that each run starts from."""
 
 
 def folders() -> list[str]:
@@ -47,6 +52,18 @@ def cpu_time(work: Callable[[], Any], units: int, least: float = 0.02) -> float:
             work()
         spent += clock() - began
         runs += 10
+    return spent / runs / units * 1e6
+
+
+def prepared_time(work: Callable[[Any], Any], units: int, prepare: Callable[[], Any], least: float = 0.05) -> float:
+    """The same for work that uses its state up: each run gets a fresh one, and making that is not timed."""
+    runs, spent, clock = 0, 0.0, time.process_time
+    while spent < least or runs < 3:
+        state = prepare()
+        began = clock()
+        work(state)
+        spent += clock() - began
+        runs += 1
     return spent / runs / units * 1e6
 
 
@@ -73,8 +90,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 # ---------------------------------------------------------------- the peers
-def vllm() -> Workloads:
-    """The manager without prefix caching for allocation, with caching and SHA-256 hashing for decoding."""
+def vllm_core() -> tuple[Callable[[int, bool], Any], Callable[[str, list[int]], Any]]:
+    """How to make a manager (blocks, caching) and a request (name, tokens) of vLLM, with SHA-256 hashing."""
     import torch
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -82,8 +99,6 @@ def vllm() -> Workloads:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
-
-    from kvlab.study.bench_index import vllm_lookups
 
     hash_fn = get_hash_fn_by_name("sha256")
     kv_cache_utils.init_none_hash(hash_fn)
@@ -99,11 +114,19 @@ def vllm() -> Workloads:
     def request(name: str, tokens: list[int]) -> Any:
         return Request(name, tokens, SamplingParams(max_tokens=1 << 16), None, block_hasher=hasher)
 
+    return manager, request
+
+
+def vllm() -> Workloads:
+    """The manager without prefix caching for allocation, with caching and SHA-256 hashing for decoding."""
+    from kvlab.study.bench_index import vllm_lookups
+
+    manager, request = vllm_core()
     work: Workloads = {}
     small = manager(POOL, False)
-    for count in (32, 256):
-        whole, tokens = request("r", list(range(count * BLOCK_SIZE))), count * BLOCK_SIZE
-        work[f"blocks {count}"] = (lambda r=whole, n=tokens: (
+    for blocks in (32, 256):
+        whole, tokens = request("r", list(range(blocks * BLOCK_SIZE))), blocks * BLOCK_SIZE
+        work[f"blocks {blocks}"] = (lambda r=whole, n=tokens: (
             small.allocate_slots(r, n), small.take_new_block_ids(), small.free(r)), 1)
     large, batch = manager(400_000, True), [request(f"d{i}", list(range(i, i + 100))) for i in range(REQUESTS)]
     for r in batch:
@@ -119,6 +142,28 @@ def vllm() -> Workloads:
 
     work["append"] = (decode, REQUESTS)
     return work | vllm_lookups(manager(1024, True), request)
+
+
+def vllm_eviction() -> Workloads:
+    """A request of 256 tokens nobody has seen, in a pool full of 50,000 cached ones: hash it, allocate (which evicts
+    the oldest 16 blocks), free it; its blocks stay cached. Making the request object is not part of a turn."""
+    manager, request = vllm_core()
+    full, fresh = manager(CACHED * EVICT_TOKENS // BLOCK_SIZE, True), count(1)
+    asked = request("r", [7] * EVICT_TOKENS)
+
+    def turn() -> None:
+        asked._all_token_ids[0] = next(fresh)
+        asked.block_hashes.clear()
+        asked.update_block_hashes()
+        full.allocate_slots(asked, EVICT_TOKENS)
+        full.take_new_block_ids()
+        full.free(asked)
+
+    for _ in range(CACHED):
+        turn()
+    gc.collect()
+    gc.freeze()  # as its engine does when it has started
+    return {f"turn {CACHED}": (turn, 1)}
 
 
 def sglang() -> Workloads:
@@ -166,8 +211,9 @@ def smol_vllm() -> Workloads:
 
 
 PEERS: dict[str, Callable[[], Workloads]] = {
-    "vLLM v0.23.0": vllm, "SGLang v0.5.11": sglang, "SGLang v0.5.11 tree": sglang_tree, "mini-sglang": mini_sglang,
-    "smol-vllm": smol_vllm}
+    "vLLM v0.23.0": vllm, "vLLM v0.23.0, full pool": vllm_eviction, "SGLang v0.5.11": sglang,
+    "SGLang v0.5.11 tree": sglang_tree, "SGLang v0.5.11 C++ tree": sglang_cpp_tree, "mini-sglang": mini_sglang,
+    "mini-sglang tree": mini_sglang_tree, "LightLLM tree": lightllm_tree, "smol-vllm": smol_vllm}
 
 
 # ---------------------------------------------------------------- in a process of its own
@@ -213,7 +259,9 @@ def serve(name: str) -> Iterator[str]:
         return
     yield "kvlab:"
     for line in sys.stdin:
-        yield repr(cpu_time(*work[line.strip()]) if line.strip() in work else math.nan)
+        found = work.get(line.strip(), ())
+        timed = {2: cpu_time, 3: prepared_time}.get(len(found))
+        yield repr(timed(*found) if timed else math.nan)
 
 
 if __name__ == "__main__":
