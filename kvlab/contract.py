@@ -90,9 +90,12 @@ class Event:
     detail: str = ""
 
 
+_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
+
+
 def canonical(value: Any) -> bytes:
     """Canonical JSON bytes of plain data: sorted keys, no spaces, UTF-8 (the form that digests hash)."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return _ENCODE(value).encode()
 
 
 def digest_of(value: Any) -> str:

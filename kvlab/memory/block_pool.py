@@ -13,7 +13,6 @@ pool writes down only what a table does not say: second references, identities, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +20,14 @@ import numpy as np
 
 from kvlab.contract import Rejected
 from kvlab.memory.facts import PoolFacts
+from kvlab.memory.identities import Identities, Name, Places
 
 GENERATION_SHIFT = 32
 INDEX_MASK = (1 << GENERATION_SHIFT) - 1
 NEXT_LIFETIME = 1 << GENERATION_SHIFT
 _NEXT = np.int64(NEXT_LIFETIME)
 HOLE = -1
+LAST_POSITION = (1 << 31) - 1
 BORN_KEPT = 64
 """How many allocations may wait until the generation column is brought up to date in one go."""
 
@@ -60,8 +61,8 @@ class PhysicalBlockHandle:
 class BlockPool:
     """`num_blocks` blocks of one cache group. Every operation costs O(blocks it names), whatever the pool holds.
 
-    20 bytes a block (ring 16, generation 4). Dictionary entries exist only for blocks that are shared, carry an
-    identity, are reserved or leased, or hold other rows than their table says. `spare` counts the free blocks that no
+    41 bytes a block (ring 16, generation 4, identity 21). Dictionary entries exist only for blocks that are shared,
+    are reserved or leased, or hold other rows than their table says. `spare` counts the free blocks that no
     open transaction has reserved or leased. Passing a hole and squeezing holes
     out of the ring is paid for by the operation that made them (amortised). `facts` mirrors each committed change
     where the whole state is audited.
@@ -82,8 +83,7 @@ class BlockPool:
         self.head, self.tail, self.holes, self.cursor, self.spare = 0, num_blocks, 0, 0, num_blocks
         self.shared: dict[int, int] = {}
         self.rows: dict[int, int] = {}
-        self.keys: dict[int, str] = {}
-        self.place: OrderedDict[int, int] = OrderedDict()
+        self.keys, self.place = Identities(num_blocks), Places(num_blocks)
         self.reserved: dict[int, int] = {}
         self.leases: dict[int, int] = {}
         self.parked: dict[int, int] = {}
@@ -96,8 +96,9 @@ class BlockPool:
         self.head, self.tail, self.holes, self.cursor, self.spare = 0, len(order), 0, 0, len(order)
         at = np.array(order, np.int64)
         self.ring[: len(order)] = self._generation[at].astype(np.int64) << GENERATION_SHIFT | at
-        self.keys = dict(keys)
-        self.place = OrderedDict((i, position) for position, i in enumerate(order) if i in keys)
+        self.keys, self.place = Identities(self.num_blocks), Places(self.num_blocks)
+        self.keys.update(keys)
+        self.place.update((i, position) for position, i in enumerate(order) if i in keys)
 
     # ------------------------------------------------------------------ names
     def text(self, word: int) -> str:
@@ -145,7 +146,7 @@ class BlockPool:
         a, b = start % size, start % size + end - start
         return self.ring[a:b].tolist() + (self.ring[: b - size].tolist() if b > size else [])
 
-    def take(self, count: int, evicted: list[str]) -> np.ndarray | None:
+    def take(self, count: int, evicted: list[Name]) -> np.ndarray | None:
         """The next `count` free blocks begin new lifetimes at once; their words, or None if too few are free.
 
         The short way, for an allocation that nobody has staged and no `facts` follow: O(1) array operations.
@@ -166,14 +167,21 @@ class BlockPool:
         self.head = self.cursor = self.head + passed
         if self.holes:
             self.pass_holes()
-        while self.place and next(iter(self.place.values())) < self.head:
-            index, _ = self.place.popitem(last=False)
-            evicted.append(self.keys.pop(index))
-            self.spoiled.discard(index)
+        if self.place.count:
+            self._end_identities(words & INDEX_MASK, evicted)
         self._born.append(words)
         if len(self._born) > BORN_KEPT:
             self.generations()
         return words
+
+    def _end_identities(self, indices: np.ndarray, evicted: list[Name]) -> None:
+        """What free blocks stood for until now ends with their new lifetimes."""
+        named = indices[self.keys.have(indices)]
+        if len(named):
+            evicted.extend(self.keys.end(named))
+            self.place.leave(named)
+            if self.spoiled:
+                self.spoiled.difference_update(named.tolist())
 
     def _segment(self, count: int) -> np.ndarray:
         """The next `count` entries of the ring, holes among them."""
@@ -245,7 +253,7 @@ class BlockPool:
 
     def _link(self, word: int) -> int:
         """Append one word at the end of the queue; its position. Amortised O(1)."""
-        if self.tail - self.head == self.size:
+        if self.tail - self.head == self.size or self.tail == LAST_POSITION:
             self.squeeze()
         position = self.tail
         self.ring[position % self.size] = word
@@ -257,7 +265,7 @@ class BlockPool:
         words = [w for w in self._words(self.head, self.tail) if w != HOLE]
         moved = {w & INDEX_MASK: position for position, w in enumerate(words)}
         for places in (self.place, self.reserved, self.parked):
-            places.update((i, moved[i]) for i in places)
+            places.update([(i, moved[i]) for i in places])
         self.ring[: len(words)] = words
         self.head, self.tail, self.holes, self.cursor = 0, len(words), 0, 0
 
@@ -348,7 +356,7 @@ class BlockPool:
         if self.facts is not None:
             self.facts.set_rows(index, rows)
 
-    def set_key(self, index: int, key: str | None) -> None:
+    def set_key(self, index: int, key: Name | None) -> None:
         """Give the block a cached identity, or take it away. It adds no reference (article 0x04B)."""
         if self.facts is not None:
             self.facts.set_key(index, key)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvlab.contract import Operation, Rejected
 from kvlab.memory.block_pool import BlockPool, index_of
-from kvlab.memory.chain import CODES, head, many, moved
+from kvlab.memory.chain import CODES, given, head, many, moved
 from kvlab.memory.layout import CacheGroup
 from kvlab.memory.records import append_path
 from kvlab.memory.requests import Request
@@ -333,5 +333,5 @@ def transition(epoch: int, plan: Plan) -> list[bytes | array]:
     lost = [sum(len(c.groups[g].dropped) for c in changes) for g in groups]
     parts = [head(epoch, CODES[plan.operation], version, context, len(who)),
              *[moved(n, len(words)) for n, words in zip(lost, gained, strict=True)], who, *gained]
-    parts += [b"%d %d %b\0" % (g, word, str(key).encode()) for g, word, key in plan.identities]
+    parts += [given(g, word, key) for g, word, key in plan.identities]
     return parts

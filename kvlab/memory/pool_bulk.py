@@ -9,7 +9,7 @@ from array import array
 
 import numpy as np
 
-from kvlab.memory.block_pool import HOLE, INDEX_MASK, BlockPool
+from kvlab.memory.block_pool import HOLE, INDEX_MASK, LAST_POSITION, BlockPool
 
 
 def hold_all(pool: BlockPool, indices: list[int]) -> None:
@@ -17,17 +17,18 @@ def hold_all(pool: BlockPool, indices: list[int]) -> None:
 
     The short way, where no `facts` follow and nothing is leased: O(1) array operations, a lookup a block.
     """
-    place, shared = pool.place, pool.shared
-    positions = [place.pop(i) for i in indices if i in place]
-    if len(positions) < len(indices):
-        free = set(pool.ring[np.array(positions, np.int64) % pool.size] & INDEX_MASK)
-        for i in indices:
-            if i not in free:
-                shared[i] = shared.get(i, 0) + 1
-    if positions:
-        pool.ring[np.array(positions) % pool.size] = HOLE
-        pool.holes += len(positions)
-        pool.spare -= len(positions)
+    blocks, shared = np.array(indices, np.int64), pool.shared
+    positions = pool.place.column[blocks]
+    free = positions >= 0
+    if not free.all():
+        for i in blocks[~free].tolist():
+            shared[i] = shared.get(i, 0) + 1
+        blocks, positions = blocks[free], positions[free]
+    if len(blocks):
+        pool.place.leave(blocks)
+        pool.ring[positions % pool.size] = HOLE
+        pool.holes += len(blocks)
+        pool.spare -= len(blocks)
         pool.pass_holes()
 
 
@@ -50,8 +51,9 @@ def drop_cached(pool: BlockPool, words: array | np.ndarray) -> np.ndarray:
         pool.rows.pop(i, None)
     if indices:
         drop_all(pool, gone)
-        keys = pool.keys
-        pool.place.update([(i, at) for at, i in enumerate(indices, pool.tail - len(indices)) if i in keys])
+        blocks = gone & INDEX_MASK
+        named = np.flatnonzero(pool.keys.have(blocks))
+        pool.place.put(blocks[named], named + (pool.tail - len(blocks)))
     return gone
 
 
@@ -63,7 +65,7 @@ def drop_all(pool: BlockPool, words: array | np.ndarray) -> None:
     count, size = len(words), pool.size
     if pool.rows:
         pool.rows.pop(int(words[-1]) & INDEX_MASK, None)
-    if pool.tail - pool.head + count > size:
+    if pool.tail - pool.head + count > size or pool.tail + count > LAST_POSITION:
         pool.squeeze()
     at = pool.tail % size
     fits = min(count, size - at)

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvlab.contract import Json
 from kvlab.memory.block_pool import PhysicalBlockHandle, generation_of, index_of
+from kvlab.memory.identities import Name, texts_of
 from kvlab.memory.layout import CacheLayoutManifest
 
 BOUNDARY = "reserve_new_bundle_write_row_0"
@@ -101,7 +102,7 @@ class AllocationReceipt(NamedTuple):
     runs: tuple[Run, ...]
     free_runs: tuple[Run, ...]
     copies: tuple[tuple[int, int], ...]
-    evicted_identities: tuple[str, ...]
+    ended: tuple[Name, ...]
     versions: Sequence[int]
 
     outcome = "committed"
@@ -163,6 +164,11 @@ class AllocationReceipt(NamedTuple):
     @property
     def freed(self) -> tuple[str, ...]:
         return tuple(self._text(g, word) for g, _, words in self.free_runs for word in map(int, words))
+
+    @property
+    def evicted_identities(self) -> tuple[str, ...]:
+        """How the identities print that this transaction ended."""
+        return tuple(texts_of(self.ended))
 
     @property
     def traffic_bytes(self) -> int:

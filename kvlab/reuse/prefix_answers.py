@@ -5,6 +5,7 @@ Whatever reads entries names a principal, who must be authorised, as a lookup mu
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,14 @@ def _claim(cache: PrefixCache, said: Json) -> Json:
     cap = logits_cap(ask.prompt, ask.requires_logits)
     own = PrefixLengths(ask.prompt, theirs.get("semantic", own.semantic), theirs.get("indexed", own.indexed), cap,
                         theirs.get("runtime", own.runtime))
-    words = found.words
+    rows = found.rows
     if "handles" in theirs:
-        words = tuple(tuple(p.word(t) for t in theirs["handles"][p.group]) for p in cache.allocator.pools)
-    claim = Claim(own, words, theirs.get("copy_rows", own.runtime % cache.block_size),
+        rows = tuple(array("q", [p.word(t) for t in theirs["handles"][p.group]]).tobytes()
+                     for p in cache.allocator.pools)
+    claim = Claim(own, rows, theirs.get("copy_rows", own.runtime % cache.block_size),
                   theirs.get("new_bundles", bundles(own.recompute + own.runtime % cache.block_size, cache.block_size)))
     receipt = say(cache, directory, ask, claim)
-    prove(cache, part, words, claim.copy_rows > 0)
+    prove(cache, part, receipt.matched_group_handles, claim.copy_rows > 0)
     return receipt.to_dict()
 
 

@@ -78,7 +78,7 @@ class PrefixCache:
         self.block_size = allocator.groups[0].block_size
         self.alignment = alignment or self.block_size
         self._validate_design()
-        self._take(Entries(allocator.pools))
+        self._take(self._entries([]))
 
     def _validate_design(self) -> None:
         if self.policy not in ("normative", VLLM):
@@ -94,8 +94,13 @@ class PrefixCache:
 
     def _take(self, entries: Entries) -> None:
         self.entries, self.changes, self._chain = entries, 0, b""
+        self.recent: tuple[bytes, list[bytes]] = b"", []
+        """The keys of bare blocks that the last lookup made, and of which prompt: a memo, no state."""
         self._known: tuple[tuple, str] | None = None
         self.telemetry = dict.fromkeys(("lookups", "probes", "hits", "misses", "hit_tokens"), 0)
+
+    def _entries(self, rows: list[Json]) -> Entries:
+        return read_entries(rows, self.allocator, self.gate.state, self.hashed, self.block_size, self.witness)
 
     @property
     def policy_id(self) -> str:
@@ -141,11 +146,11 @@ class PrefixCache:
         """
         return self.apply({"op": "admit", "receipt": receipt} | ({} if tokens is None else {"tokens": tokens}))
 
-    def start(self, asker: Asker, request: str, tokens: Sequence[int] | bytes, *,
-              requires_logits: bool = True) -> IndexReceipt:
-        """Look up and admit in one call; the receipt's `match` says what was found."""
+    def start(self, asker: Asker, request: str, tokens: Sequence[int] | bytes, *, requires_logits: bool = True,
+              room: int | None = None) -> IndexReceipt:
+        """Look up and admit in one call; the receipt's `match` says what was found. `room` as `tokens` of `admit`."""
         return self.apply({"op": "start", "asker": asker, "request": request, "tokens": tokens,
-                           "requires_logits": requires_logits})
+                           "requires_logits": requires_logits} | ({} if room is None else {"room": room}))
 
     def stage_admit(self, receipt: PrefixMatchReceipt) -> AllocatorTxn:
         """As `admit`, for whoever writes the rest's rows between staging and publication."""
@@ -229,17 +234,17 @@ class PrefixCache:
                 raise ValueError(f"a snapshot of another design: {design}")
             trial.load(snapshot["allocator"])
             gate.load(snapshot["gate"])
-            read_entries(snapshot["parts"], trial, gate.state, self.hashed, self.block_size)
+            read_entries(snapshot["parts"], trial, gate.state, self.hashed, self.block_size, self.witness)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Rejected("malformed_snapshot", f"{type(error).__name__}: {error}") from error
         self.allocator.load(snapshot["allocator"])
         self.gate.load(snapshot["gate"])
-        self._take(read_entries(snapshot["parts"], self.allocator, self.gate.state, self.hashed, self.block_size))
+        self._take(self._entries(snapshot["parts"]))
 
     def check(self) -> None:
         """Recompute every invariant: blocks, gate, every key from what it was made of. `Rejected` where one drifted."""
         self.allocator.check()
         self.gate.check()
-        read_entries(self._parts(), self.allocator, self.gate.state, self.hashed, self.block_size)
+        self._entries(self._parts())
 
 

@@ -15,12 +15,13 @@ from kvlab.contract import Json, Operation, Rejected
 from kvlab.memory.block_pool import INDEX_MASK, index_of
 from kvlab.memory.plan import live
 from kvlab.memory.requests import Request
-from kvlab.reuse.chain import tail_key, walk
+from kvlab.reuse.chain import bare, tail_key, walk
+from kvlab.reuse.key_table import Record, rows_of
+from kvlab.reuse.keys import KeyInputs
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, read_record
-from kvlab.reuse.prefix_entries import Part, Record, Tail
+from kvlab.reuse.prefix_entries import Part, Tail, name_of, names_of
 from kvlab.reuse.prefix_lookup import Asker, find, prove, tail_extras
 from kvlab.reuse.prefix_receipts import IMMUTABLE_PARTIAL, VLLM, PrefixMatchReceipt, read_receipt
-from kvlab.reuse.prefix_snapshot import name_of
 from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
 if TYPE_CHECKING:
@@ -52,47 +53,81 @@ def _publish(cache: PrefixCache, op: Operation) -> Json:
         raise Rejected("valid_rows_below_view",
                        f"{len(packed) // TOKEN_BYTES} tokens, {request.context} rows are committed")
     part = cache.entries.parts.get(asker.manifest.digest) or Part(asker.manifest, asker.adapter_name, 0)
-    inputs, size = part.inputs(asker.side_inputs), cache.block_size * TOKEN_BYTES
-    made = list(walk(cache.hashed, packed, cache.block_size, inputs))
-    known = _known(cache, part, request, made)
-    fresh = [(key, record) for block, (key, parent, extras) in enumerate(made) if block not in known and not _carries(
-        cache, part, request, key, record := Record(parent, block, packed[block * size : (block + 1) * size], extras))]
-    duplicates = tuple(key.hex() for key, _ in fresh if cache.entries.holds(part, key))
+    keys, extras = keys_of(cache, part.inputs(asker.side_inputs), packed)
+    tables = [np.array(table, np.int64)[: len(keys)] for table in request.tables]
+    rows = rows_of(keys) if keys else np.empty((0, len(cache.hashed.root)), np.uint8)
+    fresh, duplicates = _fresh(cache, part, request, packed, (keys, extras, rows),
+                               [words & INDEX_MASK for words in tables])
     parts = ()
     if fresh:
-        parts = (cache.allocator.cache_full(op["request"], [record.block for _, record in fresh],
-                                            [name_of(part, key) for key, _ in fresh]),)
+        parts = (cache.allocator.cache_full(op["request"], fresh, names_of(part, rows[fresh])),)
     part = cache.entries.open(asker.manifest, asker.adapter_name)
-    for key, record in fresh:
-        for g, table in enumerate(request.tables):
-            cache.entries.put(part, g, key, table[record.block])
-        if cache.witness:
-            part.records[key] = record
-    _remember(cache, part, asker, request, packed, made[-1][0] if made else cache.hashed.root)
-    cache.moved(asker.manifest.digest.encode(), *(key for key, _ in fresh))
-    return {"request": op["request"], "published": tuple(key.hex() for key, _ in fresh), "duplicates": duplicates,
+    if fresh:
+        records = [_record(cache, packed, keys, extras, b) for b in fresh] if cache.witness else None
+        for table, words in zip(cache.entries.tables, tables, strict=True):
+            table.put(part.number, words[fresh], rows[fresh], records)
+    _remember(cache, part, asker, request, packed, keys[-1] if keys else cache.hashed.root)
+    cache.moved(asker.manifest.digest.encode(), rows[fresh].tobytes())
+    return {"request": op["request"], "published": tuple([keys[b].hex() for b in fresh]), "duplicates": duplicates,
             "parts": parts}
 
 
-def _known(cache: PrefixCache, part: Part, request: Request, made: list[tuple[bytes, bytes, bytes]]) -> set[int]:
-    """Blocks that stand under their keys already, where no witness has to be compared for them. O(blocks)."""
+def keys_of(cache: PrefixCache, inputs: KeyInputs, packed: bytes) -> tuple[list[bytes], list[bytes]]:
+    """The key and the extra keys of each full block; what the last lookup has hashed is not hashed again. O(blocks)."""
+    stride, hashed = cache.block_size * TOKEN_BYTES, cache.hashed
+    if not bare(inputs):
+        made = list(walk(hashed, packed, cache.block_size, inputs))
+        return [key for key, _, _ in made], [extras for _, _, extras in made]
+    before, keys = cache.recent
+    at, end = len(keys) * stride, len(packed) // stride * stride
+    if at > end or not packed.startswith(before[:at]):
+        keys, at = [], 0
+    keys = keys + hashed.run(keys[-1] if keys else hashed.root, packed, at, end, stride)
+    return keys, [b""] * len(keys)
+
+
+def _record(cache: PrefixCache, packed: bytes, keys: list[bytes], extras: list[bytes], block: int) -> Record:
+    size = cache.block_size * TOKEN_BYTES
+    parent = keys[block - 1] if block else cache.hashed.root
+    return Record(parent, block, packed[block * size : (block + 1) * size], extras[block])
+
+
+def _fresh(cache: PrefixCache, part: Part, request: Request, packed: bytes,
+           made: tuple[list[bytes], list[bytes], np.ndarray],
+           columns: list[np.ndarray]) -> tuple[list[int], tuple[str, ...]]:
+    """The blocks that do not stand under their keys yet, and the keys among theirs that another block has already.
+
+    `collision_witness_mismatch` where another prefix has a key, `in_place_relabel` where a block has another key.
+    """
+    keys, extras, rows = made
+    if not keys:
+        return [], ()
+    tables, known = cache.entries.tables, np.ones(len(keys), bool)
+    for table, column in zip(tables, columns, strict=True):
+        known &= table.stands(part.number, column, rows)
     if cache.witness:
-        return set()
-    known, entries = set(range(len(made))), cache.entries
-    for pool, table, key_of, part_of in zip(cache.allocator.pools, request.tables, entries.key_of, entries.part_of,
-                                            strict=True):
-        indices = (np.frombuffer(table, np.int64) & INDEX_MASK).tolist()
-        known = {block for block in known if (i := indices[block]) in pool.keys and key_of[i] == made[block][0]
-                 and part_of[i] is part}
-    return known
+        whole = packed[: len(keys) * cache.block_size * TOKEN_BYTES]
+        known &= tables[0].witnesses.match(columns[0], whole, cache.hashed.root, keys)
+    rest = np.flatnonzero(~known)
+    doubt = np.zeros(len(rest), bool)
+    for table, pool, column in zip(tables, cache.allocator.pools, columns, strict=True):
+        doubt |= table.stood(part.number, rows[rest]) | pool.keys.have(column[rest])
+    if not doubt.any():
+        return rest.tolist(), ()
+    fresh, twice = [], []
+    for block, closer in zip(rest.tolist(), doubt.tolist(), strict=True):
+        key = keys[block]
+        if closer and _carries(cache, part, request, key, _record(cache, packed, keys, extras, block)):
+            continue
+        fresh.append(block)
+        if closer and cache.entries.holds(part, key):
+            twice.append(key.hex())
+    return fresh, tuple(twice)
 
 
 def _carries(cache: PrefixCache, part: Part, request: Request, key: bytes, record: Record) -> bool:
-    """Whether this block stands under this key already.
-
-    `collision_witness_mismatch` where another prefix has the key, `in_place_relabel` where the block has another key.
-    """
-    if part.records.get(key, record) != record and cache.entries.holds(part, key):
+    """Whether this block stands under this key already, in every group."""
+    if cache.entries.record(part, key) not in (None, record):
         raise Rejected("collision_witness_mismatch",
                        f"block {record.block} has the key {key.hex()[:12]} of other tokens")
     name = name_of(part, key)
@@ -142,7 +177,7 @@ def verify_match(cache: PrefixCache, receipt: PrefixMatchReceipt) -> None:
                        f"{receipt.namespace_id} is at {directory.publication_generation}")
     part = cache.entries.parts.get(receipt.compatibility_manifest_sha256)
     copied = receipt.copy_valid_partial_rows > 0
-    prove(cache, part, receipt.matched_group_handles.words, copied)
+    prove(cache, part, receipt.matched_group_handles, copied)
 
 
 def admission(cache: PrefixCache, receipt: PrefixMatchReceipt) -> Json:
@@ -157,12 +192,16 @@ def _admit(cache: PrefixCache, op: Operation) -> Json:
     receipt = op["receipt"]
     if not isinstance(receipt, PrefixMatchReceipt):
         receipt = read_receipt(receipt, cache.allocator.pools)
-    tokens = op.get("tokens", receipt.prompt)
+    verify_match(cache, receipt)
+    return _take_in(cache, receipt, op.get("tokens", receipt.prompt))
+
+
+def _take_in(cache: PrefixCache, receipt: PrefixMatchReceipt, tokens: int) -> Json:
+    """Start the request of a match that holds."""
     if not isinstance(tokens, int) or tokens < receipt.prompt:
         raise Rejected("invalid_length", f"room for {tokens!r} tokens, the prompt has {receipt.prompt}")
-    verify_match(cache, receipt)
     whole = receipt.runtime_hit_tokens // cache.block_size
-    hit = [words[:whole] for words in receipt.matched_group_handles.words]
+    hit = [np.frombuffer(row, np.int64)[:whole] for row in receipt.matched_group_handles.rows]
     done = (cache.allocator.touch(receipt.request_id, hit, tokens) if whole
             else cache.allocator.allocate(receipt.request_id, tokens))
     return {"request": receipt.request_id, "parts": (done,)}
@@ -172,7 +211,7 @@ def _start(cache: PrefixCache, op: Operation) -> Json:
     """Look a prompt up and start its request with what was found, where nothing has to happen in between."""
     match = find(cache, asker_of(op), op["request"], op["tokens"], op.get("requires_logits", True),
                  op.get("request_generation", 1))
-    return _admit(cache, {"receipt": match.receipt}) | {"match": match}
+    return _take_in(cache, match.receipt, op.get("room", match.receipt.prompt)) | {"match": match}
 
 
 # ---------------------------------------------------------------- the allocator's and the gate's own

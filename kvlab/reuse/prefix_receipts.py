@@ -10,12 +10,14 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
-from kvlab.contract import Json, Rejected, canonical
+from kvlab.contract import Json, Rejected
 from kvlab.memory.block_pool import GENERATION_SHIFT, INDEX_MASK
 
 FULL_BLOCK, IMMUTABLE_PARTIAL, VLLM = "full_block", "immutable_partial", "vllm-0.23"
+HANDLE_BYTES = 8
 RECOMPUTE_TAIL, NOT_REQUIRED = "recompute_tail", "not_required"
 
 
@@ -105,11 +107,15 @@ def check_lengths(own: PrefixLengths, *, unit: int, block_size: int, copy_rows: 
 
 @dataclass(frozen=True, slots=True)
 class MatchedHandles:
-    """The blocks of a match: a row of packed handles a cache group, in ancestry order; worded when asked."""
+    """The blocks of a match: a row of handles a cache group, 8 bytes each, in ancestry order; worded when asked."""
 
     groups: tuple[str, ...]
     first_block_ids: tuple[int, ...]
-    words: tuple[tuple[int, ...], ...]
+    rows: tuple[bytes, ...]
+
+    @property
+    def words(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(array("q", row)) for row in self.rows)
 
     def to_dict(self) -> Json:
         return {group: [f"{first + (w & INDEX_MASK)}@{w >> GENERATION_SHIFT}" for w in words]
@@ -121,7 +127,7 @@ class MatchedHandles:
         return [list(row) for row in zip(*(handles[:count] for handles in rows), strict=True)]
 
     def packed(self) -> bytes:
-        return b"".join(len(words).to_bytes(8, "little") + array("q", words).tobytes() for words in self.words)
+        return b"".join([len(row).to_bytes(8, "little") + row for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +165,8 @@ class PrefixMatchReceipt:
         return self.runtime_hit_tokens + self.prompt_rows_recomputed
 
     def _seal(self) -> str:
-        said = [getattr(self, name) for name in SCALARS]
-        return hashlib.sha256(canonical([said, self.matched_group_handles.groups])
-                              + self.matched_group_handles.packed()).hexdigest()
+        said = (scalars(self), self.matched_group_handles.groups)
+        return hashlib.sha256(repr(said).encode() + self.matched_group_handles.packed()).hexdigest()
 
     @classmethod
     def sealed(cls, *said: Any) -> PrefixMatchReceipt:
@@ -180,14 +185,15 @@ class PrefixMatchReceipt:
         return out | {"matched_group_handles": self.matched_group_handles.to_dict(), "policy_decision": None}
 
 
-SCALARS = tuple(f.name for f in fields(PrefixMatchReceipt)
-                if f.name not in ("matched_group_handles", "receipt_sha256"))
+scalars = attrgetter(*[f.name for f in fields(PrefixMatchReceipt)
+                       if f.name not in ("matched_group_handles", "receipt_sha256")])
+"""Words and whole numbers in a fixed order: what they print as names them, and costs a third of canonical JSON."""
 
 
 def read_receipt(data: Json, pools: Any) -> PrefixMatchReceipt:
     """A receipt from its plain form, unverified. `malformed_snapshot` where a handle is none of these pools'."""
     said = data["matched_group_handles"]
     handles = MatchedHandles(tuple(p.group for p in pools), tuple(p.first_block_id for p in pools),
-                             tuple(tuple(p.word(text) for text in said[p.group]) for p in pools))
+                             tuple(array("q", [p.word(text) for text in said[p.group]]).tobytes() for p in pools))
     known = {f.name: data[f.name] for f in fields(PrefixMatchReceipt)}
     return PrefixMatchReceipt(**known | {"matched_group_handles": handles})

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 from kvlab.contract import Json, Rejected
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.block_pool import index_of
 from kvlab.memory.plan import identity
 from kvlab.reuse.chain import ChainHash, block_key, tail_key
 from kvlab.reuse.gate_state import State
+from kvlab.reuse.key_table import Record, rows_of
 from kvlab.reuse.manifests import CacheCompatibilityManifest, SideInput, read_record
-from kvlab.reuse.prefix_entries import Entries, Part, Record, Tail, live
+from kvlab.reuse.prefix_entries import Entries, Part, Tail, live, name_of
 from kvlab.reuse.prefix_receipts import IMMUTABLE_PARTIAL
 from kvlab.reuse.token_keys import TOKEN_BYTES, pack
 
 
-def name_of(part: Part, key: bytes) -> str:
-    """The identity that a block carries in the allocator: one part's key never reads as another's.
-
-    A name, shortened: what may be found is decided by the whole key.
-    """
-    return f"{part.manifest.digest[:8]}/{key.hex()[:32]}"
-
-
-def read_entries(rows: list[Json], allocator: Allocator, gate: State, hashed: ChainHash, block_size: int) -> Entries:
+def read_entries(rows: list[Json], allocator: Allocator, gate: State, hashed: ChainHash, block_size: int,
+                 witness: bool) -> Entries:
     """The entries that a snapshot describes, over blocks as they are now; `Rejected` for the first that is wrong."""
-    entries = Entries(allocator.pools)
+    entries = Entries(allocator.pools, len(hashed.root), block_size if witness else None)
     for row in rows:
         manifest = read_record(CacheCompatibilityManifest, row["manifest"])
         _check_generation(manifest, row["publication_generation"], gate)
@@ -76,17 +72,19 @@ def _read_entry(entries: Entries, part: Part, row: Json, hashed: ChainHash, bloc
     key, record = bytes.fromhex(row["key"]), _read_record(part, row, block_size)
     if record is not None:
         _check_key(key, record, hashed, block_size)
-        part.records[key] = record
-    for g, pool in enumerate(entries.pools):
+    elif entries.tables[0].witnesses is not None:
+        raise ValueError(f"{row['key'][:12]} has no witness")
+    name = name_of(part, key)
+    for pool, table in zip(entries.pools, entries.tables, strict=True):
         for text in row["handles"][pool.group]:
             word = pool.word(text)
             if not live(pool, word):
                 identity(pool, word)
-            if pool.keys.get(index_of(word)) != name_of(part, key):
+            if pool.keys.get(index_of(word)) != name:
                 raise ValueError(f"{text} carries another identity than {row['key'][:12]}")
-            if entries.part_of[g][index_of(word)] is not None:
+            if table.part(index_of(word)):
                 raise ValueError(f"{text} stands under two keys")
-            entries.put(part, g, key, word)
+            table.put(part.number, np.array([word]), rows_of([key]), [record])
 
 
 def _check_key(key: bytes, record: Record, hashed: ChainHash, block_size: int) -> None:

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvlab.contract import Rejected
 from kvlab.memory.allocator import Allocator
-from kvlab.memory.block_pool import index_of
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.reuse.one_tenant import one_tenant
 from kvlab.reuse.radix_cache import RadixCache
@@ -98,32 +98,24 @@ class PrefixPool:
         self._tables: dict[str, int] = {}
 
     def begin(self, name: str, request: TracedRequest) -> int | None:
-        allocator, rows = self.cache.allocator, unit_rows(request, self.unit)
+        rows, hit = unit_rows(request, self.unit), 0
         whole = -(-(request.prompt_tokens + request.output_tokens) // self.unit)
-        blocks, hit = -(-whole // self.block_size), 0
-        if rows is None:
-            if blocks > allocator.pools[0].spare:
-                return None
-            receipt = allocator.allocate(name, whole)
-        else:
-            match = self.cache.lookup(self.asker, name, rows[0])
-            if not self._fits(blocks, match.receipt.matched_group_handles.words[0]):
-                return None
-            hit = match.lengths.runtime
-            receipt = self.cache.admit(match.receipt, whole).parts[0]
+        try:
+            if rows is None:
+                receipt = self.cache.allocator.allocate(name, whole)
+            else:
+                begun = self.cache.start(self.asker, name, rows[0], room=whole)
+                hit, receipt = begun.match.lengths.runtime, begun.parts[0]
+        except Rejected as no:
+            if no.reason != "out_of_memory":
+                raise
+            return None
+        if rows is not None:
             self.cache.publish(self.asker, name, told(request, rows, self.unit))
-        self.evicted_blocks += len(receipt.evicted_identities)
-        self._tables[name] = blocks
+        self.evicted_blocks += len(receipt.ended)
+        self._tables[name] = blocks = -(-whole // self.block_size)
         self._referenced += blocks
         return hit * self.unit
-
-    def _fits(self, blocks: int, found: tuple[int, ...]) -> bool:
-        """Found blocks that nobody holds stand in the free queue too, and are no room for the rest."""
-        pool = self.cache.allocator.pools[0]
-        if blocks <= pool.spare:
-            return True
-        held = sum(not pool.is_free(index_of(word)) for word in found)
-        return blocks - held <= pool.spare
 
     def end(self, name: str) -> None:
         self.cache.apply({"op": "release", "request": name})

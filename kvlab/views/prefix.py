@@ -116,7 +116,7 @@ def _probes(moment: Moment, found: Walk, words: Words) -> Iterator[tuple[Look, s
             why = f"Key {column.key[:4]}: {here}, but not in every group. A hit is one block in each, so this is none."
         else:
             why = (f"Hash {parent} with the tokens of block {n}: {column.key[:4]}. Nobody has it. The walk stops; "
-                   "what stands behind is not even hashed.")
+                   "what stands behind is not looked up.")
         yield Look(who, n + 1, n), f"Block {n}: {'found' if column.mark == HIT else 'the first miss'}", why
     last = found.probes - 1 if found.columns else None
     yield (Look(who, None, last, lengths=told, tail=_tail(moment)), _verdict(told), _why(told, moment))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.contract import Json, Rejected
 from kvlab.memory.allocator import Allocator
+from kvlab.memory.identities import NAME_BYTES, packed_of
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
 from kvlab.memory.records import BOUNDARY, IN_PLACE
 from kvlab.memory.requests import Batch
@@ -35,6 +37,12 @@ def outcome(call: Any, *args: Any) -> Json | str:
         return no.reason
 
 
+def as_packed(keys: list[str]) -> Any:
+    """As an index gives them: an array where all of them pack."""
+    names = [packed_of(key) for key in keys]
+    return np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME_BYTES) if names and all(names) else keys
+
+
 def short(machine: Allocator, op: Json, batches: dict[tuple, Batch]) -> Json | str:
     """Perform an operation by its method where there is one, a batch of single tokens as a kept batch."""
     match op:
@@ -45,7 +53,7 @@ def short(machine: Allocator, op: Json, batches: dict[tuple, Batch]) -> Json | s
         case {"op": "release" | "cancel" as kind, "request": request}:
             return outcome(getattr(machine, kind), request)
         case {"op": "cache_full", "request": request, "blocks": blocks, "keys": keys}:
-            return outcome(machine.cache_full, request, blocks, keys)
+            return outcome(machine.cache_full, request, blocks, as_packed(keys))
         case {"op": "touch", "request": request, "blocks": [_, *_] as blocks}:
             try:
                 columns = zip(*blocks, strict=True)
@@ -91,12 +99,17 @@ STEPS = st.lists(st.tuples(st.sampled_from(("start", "start", "start", "end", "e
 SIZE, BLOCKS = 4, 12
 
 
+def name_of(whose: int, place: int) -> str:
+    """Names that pack into bytes, and some that do not, at times in one prompt."""
+    return f"{whose:08x}/{place:024x}" if whose != 1 or place == 2 else f"{whose}/{place}"
+
+
 def served(machine: Allocator, near: bool, step: tuple, named: dict[str, dict[int, int]]) -> Json | str:
     """One step of a server whose requests are prompts of whole blocks out of few: hit, publish, fork, grow, end."""
     kind, who, length, flag = step
     request, live = f"r{who}", sorted(machine.requests)
     if kind == "start":
-        path = [f"{who % 2}/{j}" if j < 3 else f"{who}/{j}" for j in range(1 + length // 2)]
+        path = [name_of(who % 2 if j < 3 else who, j) for j in range(1 + length // 2)]
         hit = 0
         while hit < len(path) and all(named.get(path[hit], {}).get(g) in _held(pool) for g, pool in
                                       enumerate(machine.pools)):

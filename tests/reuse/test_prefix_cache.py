@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,11 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvlab.contract import History, Rejected
 from kvlab.memory.block_pool import INDEX_MASK
-from kvlab.reuse.chain import HASHES, _run, block_keys
+from kvlab.reuse.chain import HASHES, _run
 from kvlab.reuse.manifests import SideInput, plain
 from kvlab.reuse.prefix_cache import PrefixCache
 from kvlab.reuse.prefix_lookup import Asker
-from kvlab.reuse.token_keys import pack
 from tests.reuse.prefix_worlds import TOKENS, PlainList, asker, end, index, published
 from tests.reuse.worlds import manifest
 
@@ -89,15 +89,6 @@ def test_a_block_is_not_hashed_after_the_first_miss(monkeypatch):
         assert len(made) <= 2
 
 
-@pytest.mark.parametrize("name", HASHES)
-def test_the_quick_walk_and_the_plain_one_agree(name):
-    packed, hashed = pack(TOKENS), HASHES[name]
-    plain_keys = block_keys(TOKENS, 16, hash_name=name)
-    assert hashed.run(hashed.root, packed, 64, lambda key: key) == (plain_keys, plain_keys)
-    stop = dict.fromkeys(plain_keys[:2], 7)
-    assert hashed.run(hashed.root, packed, 64, stop.get) == (plain_keys[:2], [7, 7])
-
-
 def test_equal_blocks_of_one_step_have_an_entry_each_and_either_serves():
     cache, ann = published()
     cache.apply({"op": "allocate", "request": "B", "tokens": 32})
@@ -136,7 +127,7 @@ def test_a_block_that_one_group_gave_away_ends_the_hit_in_every_group():
     assert cache.lookup(ann, "x", TOKENS).lengths.indexed == 32  # 2002 has another lifetime now
     cache.publish(ann, "B", [7] * 32)
     assert cache.lookup(ann, "x", TOKENS).lengths.indexed == 32  # and another key: its old entry is unmapped
-    assert [len(m) for m in cache.entries.parts[ann.manifest.digest].maps] == [5, 4]
+    assert [int((t.spots >= 0).sum()) for t in cache.entries.tables] == [5, 4]
 
 
 def test_an_identity_that_somebody_else_gave_a_block_is_no_entry_of_ours():
@@ -374,10 +365,12 @@ class AgainstAPlainList(RuleBasedStateMachine):
         for row in state["requests"].values():
             for group, table in row["tables"].items():
                 assert not {int(text.split("@")[0]) for text in table} & set(state["free"][group])
-        parts = self.cache.entries.parts.values()
-        for g, pool in enumerate(self.cache.allocator.pools):
-            words = [w for p in parts for have in p.maps[g].values() for w in ([have] if type(have) is int else have)]
-            assert len({w & INDEX_MASK for w in words}) == len(words) <= pool.num_blocks
+        numbers = {p.number for p in self.cache.entries.parts.values()}
+        for table in self.cache.entries.tables:
+            stand = [table.words[row] & INDEX_MASK for row in table.slots if row >= 0]
+            stand += [i for twins in table.twins.values() for i in twins]
+            assert sorted(stand) == np.flatnonzero(table.spots >= 0).tolist()
+            assert {table.part(i) for i in stand} <= numbers
 
 
 TestAgainstAPlainList = AgainstAPlainList.TestCase
