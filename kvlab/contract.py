@@ -6,6 +6,7 @@ It owns no state of any contract: it only says how a state is named, changed, re
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -88,6 +89,21 @@ class Event:
     receipt: Receipt | None = None
     reason: str = ""
     detail: str = ""
+
+
+def _plain_sha256() -> Callable[[bytes], Any]:
+    """CPython's own SHA-256 where it is built in: the same digest, and for 100 bytes a quarter less than OpenSSL's,
+    which spends most of such a call on its setting up."""
+    for name in ("_sha2", "_sha256"):  # since Python 3.12, before
+        try:
+            return importlib.import_module(name).sha256
+        except ImportError:
+            continue
+    return hashlib.sha256
+
+
+SHA256 = _plain_sha256()
+"""For digests of a few hundred bytes."""
 
 
 _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode

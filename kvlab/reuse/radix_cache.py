@@ -10,14 +10,13 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from struct import Struct
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from kvlab.contract import Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
+from kvlab.contract import SHA256, Event, FactSum, Json, Operation, Rejected, canonical, fact_hash
 from kvlab.reuse import radix_operations, radix_questions, radix_snapshot
 from kvlab.reuse.eviction import ORDERS, LeafHeap
 from kvlab.reuse.radix_records import RadixMutationReceipt, RadixSchedulerHandoffReceipt
@@ -76,7 +75,7 @@ class RadixCache:
         if self.facts is not None:
             self.facts.total = self.total_from_nothing()
         else:
-            self._chain = sha256(canonical(self.snapshot())).digest()
+            self._chain = SHA256(canonical(self.snapshot())).digest()
         self._digest = self.facts.hex() if self.facts is not None else self._chain.hex()
 
     @classmethod
@@ -151,7 +150,7 @@ class RadixCache:
             if new is not None:
                 leaf = self.tree.nodes[new]
                 rows += (leaf.key, leaf.value.tobytes())
-        return sha256(b"".join(rows)).digest()
+        return SHA256(b"".join(rows)).digest()
 
     @property
     def digest(self) -> str:

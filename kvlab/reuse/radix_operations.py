@@ -288,7 +288,7 @@ def _store(cache: RadixCache, found: LiveRequest, steps: list[str], counted: boo
     """Insert a request's whole blocks and release the duplicates behind its protected length."""
     tree = cache.tree
     key = TokenKey(found.tokens, tree.block_size)
-    walk, size = tree.walk(key, found.extra), tree.block_bytes
+    walk, size = tree.walk(key, found.extra, found.terminal), tree.block_bytes
     seen = visit(cache, walk, inserting=True, priority=found.priority, counted=counted)
     end, new = seen["end"], None
     if walk.consumed < key.limit:

@@ -86,11 +86,14 @@ class RadixTree:
         return not node.children and node.lock_ref == 0 and node.parent is not None
 
     # ------------------------------------------------------------------ reading
-    def walk(self, key: TokenKey, extra: Any = None) -> Walk:
-        """The longest stored prefix of a query; reads only. O(matched tokens + nodes), nothing is sliced again."""
-        path: list[RadixNode] = []
-        at, limit, block = 0, key.limit, self.block_bytes
-        children, selector = self.root.children, tag(extra)
+    def walk(self, key: TokenKey, extra: Any = None, below: RadixNode | None = None) -> Walk:
+        """The longest stored prefix of a query; reads only. O(matched tokens + nodes), nothing is sliced again.
+
+        `below`: a node whose path is known to be the query's beginning, so that its tokens are not compared again.
+        """
+        path = self.path(below) if below is not None else []
+        at, limit, block = sum([len(node.key) for node in path]), key.limit, self.block_bytes
+        children, selector = (path[-1].children, b"") if path else (self.root.children, tag(extra))
         while at < limit:
             child = children.get(selector + key.upto(at + block)[at : at + block])
             if child is None:

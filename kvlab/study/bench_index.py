@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from kvlab.contract import SHA256
 from kvlab.memory.allocator import Allocator
 from kvlab.memory.layout import CacheGroup, CacheLayoutManifest
-from kvlab.reuse.chain import SHA256
 from kvlab.reuse.one_tenant import one_tenant
 from kvlab.reuse.prefix_cache import PrefixCache
 from kvlab.reuse.prefix_lookup import Asker

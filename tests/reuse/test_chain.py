@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab import contract
 from kvlab.contract import Rejected
 from kvlab.reuse.chain import HASHES, ChainHash, block_key, block_keys, extras_of, tail_key
 from kvlab.reuse.keys import KeyInputs
@@ -15,7 +16,7 @@ from kvlab.reuse.manifests import SideInput
 from kvlab.reuse.token_keys import pack, unpack
 
 SHA256 = HASHES["sha256"]
-SHOWN = ChainHash("shown", lambda data: data, lambda *_: ([], []), b"r" * 32)
+SHOWN = ChainHash("shown", lambda data: data, lambda *_: [], b"r" * 32)
 """A hash that shows what it is given."""
 WORDS = st.one_of(st.none(), st.sampled_from(["X", "x", "[", "]", '"', "salt"]))
 INPUTS = st.tuples(st.lists(st.integers(0, 3), min_size=2, max_size=2), WORDS, WORDS, st.integers(0, 1))
@@ -62,3 +63,13 @@ def test_only_a_whole_block_has_a_blocks_key(rows):
 
 def test_a_tails_key_is_no_blocks_key():
     assert tail_key(SHA256, SHA256.root, pack([1, 2]), "p") != block_key(SHA256, SHA256.root, pack([1, 2]), 2)
+
+
+def test_the_built_in_sha256_is_sha256_and_openssl_serves_where_it_is_missing(monkeypatch):
+    assert contract.SHA256(b"abc").hexdigest() == hashlib.sha256(b"abc").hexdigest()
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(contract.importlib, "import_module", missing)
+    assert contract._plain_sha256() is hashlib.sha256
