@@ -79,11 +79,12 @@ def keys_of(cache: PrefixCache, inputs: KeyInputs, packed: bytes) -> tuple[list[
         made = list(walk(hashed, packed, cache.block_size, inputs))
         return [key for key, _, _ in made], [extras for _, _, extras in made]
     before, keys = cache.recent
-    at, end = len(keys) * stride, len(packed) // stride * stride
-    if at > end or not packed.startswith(before[:at]):
-        keys, at = [], 0
-    keys = keys + hashed.run(keys[-1] if keys else hashed.root, packed, at, end, stride)
-    return keys, [b""] * len(keys)
+    blocks = len(packed) // stride
+    keys = keys[:blocks]
+    if not packed.startswith(before[: len(keys) * stride]):
+        keys = []
+    keys += hashed.run(keys[-1] if keys else hashed.root, packed, len(keys) * stride, blocks * stride, stride)
+    return keys, [b""] * blocks
 
 
 def _record(cache: PrefixCache, packed: bytes, keys: list[bytes], extras: list[bytes], block: int) -> Record:

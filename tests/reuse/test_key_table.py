@@ -58,6 +58,7 @@ def test_the_table_is_a_dictionary_of_lists(history, witness):
                     assert [table.witnesses.record(i) for i in under] == [record_of(key, i) for i in under]
         held = sorted(i for under in plain.values() for i in under)
         assert np.flatnonzero(table.spots >= 0).tolist() == held and table.end <= table.room
+        assert not table.parts[table.end :].any()
         assert sorted(table.words[i] for i in table.slots if i >= 0) == sorted(u[0] for u in plain.values() if u)
         assert sorted(i for twins in table.twins.values() for i in twins) == sorted(
             i for under in plain.values() for i in under[1:])

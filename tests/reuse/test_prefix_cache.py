@@ -102,6 +102,16 @@ def test_equal_blocks_of_one_step_have_an_entry_each_and_either_serves():
     cache.check()
 
 
+def test_a_younger_copy_counts_where_the_older_one_has_lost_its_identity():
+    cache, ann = published()
+    for request in ("B", "C"):
+        cache.apply({"op": "allocate", "request": request, "tokens": 32})
+    cache.publish(ann, "B", TOKENS[:32])
+    cache.apply({"op": "evict", "blocks": [["1000@1", "2000@1"], ["1001@1", "2001@1"]]})
+    third = cache.publish(ann, "C", TOKENS[:32])
+    assert third.duplicates == third.published and len(third.published) == 2
+
+
 def test_a_hit_block_is_not_published_twice():
     cache, ann = published()
     cache.start(ann, "B", TOKENS)
