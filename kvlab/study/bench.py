@@ -181,10 +181,11 @@ def index() -> Iterator[Row]:
 
 
 def radix() -> Iterator[Row]:
-    """The radix tree: matching, evicting, growing."""
-    from kvlab.study import bench_radix
+    """The radix tree: matching, evicting, growing; chats that come turn by turn."""
+    from kvlab.study import bench_radix, bench_turns
 
     yield from bench_radix.radix()
+    yield from bench_turns.turns()
 
 
 def replay() -> Iterator[Row]:

@@ -150,7 +150,5 @@ def metadata(sequences: int = 1_000, tokens: int = 2_048) -> Iterator[Row]:
 
 def radix() -> Iterator[Row]:
     """All rows of the radix index."""
-    from kvlab.study.bench_turns import turns
-
-    for rows in (against_sglang, packed_keys, packed_beside, full_pool, turns, growth, metadata):
+    for rows in (against_sglang, packed_keys, packed_beside, full_pool, growth, metadata):
         yield from rows()
