@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from kvlab.contract import Json, Rejected
+from kvlab.contract import Json, Rejected, canonical
 from kvlab.memory.block_pool import GENERATION_SHIFT, INDEX_MASK
 
 FULL_BLOCK, IMMUTABLE_PARTIAL, VLLM = "full_block", "immutable_partial", "vllm-0.23"
@@ -127,7 +127,7 @@ class MatchedHandles:
         return [list(row) for row in zip(*(handles[:count] for handles in rows), strict=True)]
 
     def packed(self) -> bytes:
-        return b"".join([len(row).to_bytes(8, "little") + row for row in self.rows])
+        return b"".join([(len(row) // HANDLE_BYTES).to_bytes(8, "little") + row for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class PrefixMatchReceipt:
         return self.runtime_hit_tokens + self.prompt_rows_recomputed
 
     def _seal(self) -> str:
-        said = (scalars(self), self.matched_group_handles.groups)
-        return hashlib.sha256(repr(said).encode() + self.matched_group_handles.packed()).hexdigest()
+        said = [scalars(self), self.matched_group_handles.groups]
+        return hashlib.sha256(canonical(said) + self.matched_group_handles.packed()).hexdigest()
 
     @classmethod
     def sealed(cls, *said: Any) -> PrefixMatchReceipt:
@@ -187,7 +187,7 @@ class PrefixMatchReceipt:
 
 scalars = attrgetter(*[f.name for f in fields(PrefixMatchReceipt)
                        if f.name not in ("matched_group_handles", "receipt_sha256")])
-"""Words and whole numbers in a fixed order: what they print as names them, and costs a third of canonical JSON."""
+"""What a seal covers beside the handles."""
 
 
 def read_receipt(data: Json, pools: Any) -> PrefixMatchReceipt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvlab.contract import Json, Rejected, digest_of
 from kvlab.reuse.token_keys import unpack
@@ -90,8 +90,7 @@ def _said(name: str) -> Any:
     return property(lambda receipt: receipt.done.get(name, default))
 
 
-@dataclass(frozen=True, slots=True)
-class RadixMutationReceipt:
+class RadixMutationReceipt(NamedTuple):
     """What one committed operation did to tree and pool; `done` holds what it said of itself, read by name.
 
     `matched`: tokens found in the tree; `path` and `slots`: where; `allocated`: slots taken from the queue;
@@ -113,7 +112,8 @@ class RadixMutationReceipt:
     steps, handoff = _said("steps"), _said("handoff")
 
     def to_dict(self) -> Json:
-        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "done"} | SAID | dict(self.done)
+        out = self._asdict() | SAID | dict(self.done)
+        del out["done"]
         out["splits"] = [list(s) for s in self.splits]
         out["evicted"] = [e.to_dict() for e in self.evicted]
         out["handoff"] = self.handoff.to_dict() if self.handoff else None

@@ -92,7 +92,7 @@ class RadixTree:
         `below`: a node whose path is known to be the query's beginning, so that its tokens are not compared again.
         """
         path = self.path(below) if below is not None else []
-        at, limit, block = sum([len(node.key) for node in path]), key.limit, self.block_bytes
+        at, limit, block = sum([len(node.key) for node in path]) if path else 0, key.limit, self.block_bytes
         children, selector = (path[-1].children, b"") if path else (self.root.children, tag(extra))
         while at < limit:
             child = children.get(selector + key.upto(at + block)[at : at + block])
