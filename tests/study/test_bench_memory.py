@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
 from kvlab.study import bench_memory
 from kvlab.study.peers import PEERS, REQUESTS, Peer, cpu_time, folders
+from tests.support import ROOT
 
 MANAGER = """
 class BlockSpaceManager:
@@ -56,10 +59,21 @@ def test_a_peer_is_measured_in_its_own_process(peers):
         assert math.isnan(peer.measure("no such work"))
 
 
-@pytest.mark.parametrize("name", [name for name in PEERS if name != "smol-vllm"])
-def test_a_peer_that_is_not_there_says_why(peers, name):
-    with Peer(name) as peer:
+def test_a_peer_that_is_not_there_says_why(peers):
+    with Peer("vLLM v0.23.0") as peer:
         assert "ModuleNotFoundError" in peer.why
+
+
+ALL = "from kvlab.study.peers import PEERS, serve\nfor name in PEERS: print(next(serve(name)), '|', name)"
+
+
+def test_every_peer_that_is_not_there_says_why(peers):
+    """All in one process: each imports what the last one has imported already."""
+    child = subprocess.run([sys.executable, "-c", ALL], capture_output=True, text=True, check=True, cwd=ROOT)
+    said = dict(reversed(line.split(" | ")) for line in child.stdout.splitlines())
+    assert said.keys() == PEERS.keys()
+    assert [name for name, why in said.items() if "ModuleNotFoundError" not in why] == ["smol-vllm"]
+    assert "StopIteration" in said["smol-vllm"]  # it is looked for by its file, which this process' path has not
 
 
 def test_metadata_counts_what_the_machine_keeps():
