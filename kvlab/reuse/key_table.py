@@ -3,7 +3,7 @@
 It owns the packed form: no key, no handle and no witness has an object of its own. It refuses to decide which blocks
 live and who may look. A block stands under one key of one part at a time; several blocks may stand under one key.
 
-    slots   open addressing, five for two blocks: the row of the oldest block under a key, or -1
+    slots   open addressing, two for each block: the row of the oldest block under a key, or -1
     rows    a log: key | handle as it was published | part. What one publication adds stands in one piece, so a lookup
             that has found one block compares the keys behind it with the rows behind it, many at a time
     spots   the row of each block, or -1
@@ -79,7 +79,7 @@ class Witnesses:
 class KeyTable:
     """Key -> blocks, for the blocks of one pool and keys of `width` bytes.
 
-    1.0625 * (`width` + 10) + 14 bytes a block (59 with SHA-256). A probe costs O(1) expected: three slots of five are
+    1.0625 * (`width` + 10) + 12 bytes a block (57 with SHA-256). A probe costs O(1) expected: half of the slots are
     always free. `twins` has the younger blocks under a key that an older one has, by the older block.
     """
 
@@ -89,7 +89,7 @@ class KeyTable:
     def __init__(self, pool: BlockPool, width: int, witness_rows: int | None) -> None:
         blocks = pool.num_blocks
         self.pool, self.width, self.end, self.room = pool, width, 0, blocks + blocks // 16 + 8
-        self.slots = array("i", [NONE]) * (5 * blocks // 2 + 1)
+        self.slots = array("i", [NONE]) * (2 * blocks + 1)
         self._keys, self._words = bytearray(width * self.room), array("q", bytes(8 * self.room))
         self._parts, self._spots = array("H", bytes(2 * self.room)), array("i", [NONE]) * blocks
         self.keys = np.frombuffer(self._keys, np.uint8).reshape(self.room, width)
