@@ -58,8 +58,6 @@ def sweep(source: Source, settings: Iterable[Setting], folder: Path | None = Non
     `on`: "processes", "dask" or "dask:ADDRESS", "ray" or "ray:ADDRESS". `jobs`: workers, -1 one a core. ValueError
     where a cluster's package is missing, or the name says no place.
     """
-    from joblib import Parallel, delayed
-
     trace, wanted = source.digest, list(settings)
     done = {} if folder is None else finished(folder)
     left = []
@@ -70,12 +68,25 @@ def sweep(source: Source, settings: Iterable[Setting], folder: Path | None = Non
         else:
             yield setting, row
     with place(on):
-        for found in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-                delayed(one)(source, setting) for setting in left):
+        for found in _as_they_come(source, left, jobs):
             row = flat(found) | {"key": key_of(trace, found.setting), "trace": Path(source.path).name}
             if folder is not None:
                 keep(folder, row)
             yield found.setting, row
+
+
+def _as_they_come(source: Source, settings: list[Setting], jobs: int) -> Iterator[Replayed]:
+    """Replays from wherever joblib sends them now. Ray's backend hands nothing over before a whole call is done, so it
+    gets as many settings a call as it has workers: what a killed sweep loses is one such round."""
+    from joblib import Parallel, delayed, effective_n_jobs
+    from joblib.parallel import get_active_backend
+
+    if get_active_backend()[0].supports_return_generator:
+        yield from Parallel(jobs, return_as="generator_unordered")(delayed(one)(source, s) for s in settings)
+        return
+    round_of = effective_n_jobs(jobs)
+    for at in range(0, len(settings), round_of):
+        yield from Parallel(jobs)(delayed(one)(source, s) for s in settings[at : at + round_of])
 
 
 def flat(found: Replayed) -> Json:

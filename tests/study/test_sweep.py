@@ -8,6 +8,8 @@ import sys
 
 import pyarrow.dataset as dataset
 import pytest
+from joblib import parallel_config
+from joblib.parallel import ThreadingBackend
 
 from kvlab.__main__ import main
 from kvlab.study import sweep as sweeping
@@ -109,6 +111,20 @@ def test_a_cluster_without_its_package_says_what_to_install(name, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"pip install {name}"), sweeping.place(f"{name}:somewhere"):
         pass
+
+
+class OnlyWhole(ThreadingBackend):
+    """As Ray's: nothing is handed over before a whole call is done."""
+
+    supports_return_generator = False
+
+
+def test_a_cluster_that_hands_over_whole_calls_gets_a_round_at_a_time(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeping, "place", lambda on: parallel_config(backend=OnlyWhole()))
+    begun = sweep(source, SETTINGS, tmp_path / "out", on="ray", jobs=2)
+    first = [next(begun) for _ in range(2)]
+    assert len(finished(tmp_path / "out")) == 2  # the first round is safe before the next one begins
+    assert dict([*first, *begun]).keys() == set(SETTINGS) and len(finished(tmp_path / "out")) == len(SETTINGS)
 
 
 def test_the_command_prints_a_table_of_what_if(source, tmp_path, capsys):
