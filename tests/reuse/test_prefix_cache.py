@@ -102,6 +102,20 @@ def test_equal_blocks_of_one_step_have_an_entry_each_and_either_serves():
     cache.check()
 
 
+def test_whole_blocks_of_two_prefixes_are_no_prefix():
+    cache, ann = published()
+    other = [9] * 16 + TOKENS[16:32]
+    cache.apply({"op": "allocate", "request": "B", "tokens": 32})
+    cache.publish(ann, "B", other)
+    found, theirs = ({g: list(h[:2]) for g, h in cache.lookup(ann, "x", [*tokens[:32], 7]).receipt
+                      .matched_group_handles.to_dict().items()} for tokens in (TOKENS, other))
+    mixed = {group: [found[group][0], theirs[group][1]] for group in found}
+    asked = {"ask": "claim", "principal": "ann", "namespace": "prod/a", "manifest": plain(ann.manifest),
+             "request": "x", "tokens": [*TOKENS[:32], 7]}
+    assert cache.ask(asked | {"claim": {"handles": found}})["runtime_hit_tokens"] == 32
+    assert refused(lambda: cache.ask(asked | {"claim": {"handles": mixed}})) == "parent_hash_mismatch"
+
+
 def test_a_younger_copy_counts_where_the_older_one_has_lost_its_identity():
     cache, ann = published()
     for request in ("B", "C"):
