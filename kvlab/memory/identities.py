@@ -15,8 +15,6 @@ NAME_BYTES = 16
 UNNAMED, PACKED, ODD = range(3)
 Name = str | bytes
 """A name as text, or the 16 bytes that print as eight hexadecimal digits, a stroke and twenty-four more."""
-
-
 Names = Sequence[Name] | np.ndarray
 """Several of them; packed ones may come as an array of bytes, `uint8[n, 16]`."""
 
@@ -50,45 +48,45 @@ class Identities(MutableMapping[int, str]):
     Single blocks cost O(1), many at once a few array operations; iteration is O(pool).
     """
 
-    __slots__ = ("_kinds", "_named", "_names", "kind", "odd")
+    __slots__ = ("_kind", "_kinds", "_named", "_names", "_odd")
 
     def __init__(self, num_blocks: int) -> None:
-        self.kind = bytearray(num_blocks)
-        self._kinds = np.frombuffer(self.kind, np.uint8)
+        self._kind = bytearray(num_blocks)
+        self._kinds = np.frombuffer(self._kind, np.uint8)
         self._names = np.zeros((num_blocks, NAME_BYTES), np.uint8)
-        self.odd: dict[int, str] = {}
+        self._odd: dict[int, str] = {}
         self._named = 0
 
     # ------------------------------------------------------------------ one block
     def __contains__(self, index: object) -> bool:
-        return self.kind[index] != UNNAMED
+        return self._kind[index] != UNNAMED
 
     def __getitem__(self, index: int) -> str:
-        kind = self.kind[index]
+        kind = self._kind[index]
         if kind == UNNAMED:
             raise KeyError(index)
-        return self.odd[index] if kind == ODD else text_of(self._names[index].tobytes())
+        return self._odd[index] if kind == ODD else text_of(self._names[index].tobytes())
 
     def __setitem__(self, index: int, name: Name) -> None:
         packed = packed_of(name)
-        self.odd.pop(index, None)
-        self._named += self.kind[index] == UNNAMED
+        self._odd.pop(index, None)
+        self._named += self._kind[index] == UNNAMED
         if packed is None:
-            self.kind[index], self.odd[index] = ODD, name
+            self._kind[index], self._odd[index] = ODD, name
         else:
-            self.kind[index] = PACKED
+            self._kind[index] = PACKED
             self._names[index] = np.frombuffer(packed, np.uint8)
 
     def __delitem__(self, index: int) -> None:
-        if self.kind[index] == UNNAMED:
+        if self._kind[index] == UNNAMED:
             raise KeyError(index)
-        self.kind[index] = UNNAMED
-        self.odd.pop(index, None)
+        self._kind[index] = UNNAMED
+        self._odd.pop(index, None)
         self._named -= 1
 
     def pop(self, index: int, default: str | None = None) -> str | None:
         """Take a block's name away: the name, or `default` where it had none."""
-        if self.kind[index] == UNNAMED:
+        if self._kind[index] == UNNAMED:
             return default
         name = self[index]
         del self[index]
@@ -103,13 +101,13 @@ class Identities(MutableMapping[int, str]):
         """The names of blocks that carry one, packed where they are."""
         flat = self._names[indices].tobytes()
         names: list[Name] = [flat[at : at + NAME_BYTES] for at in range(0, len(flat), NAME_BYTES)]
-        if self.odd:
-            names = [self.odd.get(i, name) for i, name in zip(indices.tolist(), names, strict=True)]
+        if self._odd:
+            names = [self._odd.get(i, name) for i, name in zip(indices.tolist(), names, strict=True)]
         return names
 
     def give(self, indices: np.ndarray, names: Names) -> None:
         """Name different blocks, all at once where the names are an array."""
-        if self.odd or not isinstance(names, np.ndarray):
+        if self._odd or not isinstance(names, np.ndarray):
             for index, name in zip(indices.tolist(), names, strict=True):
                 self[index] = name.tobytes() if isinstance(name, np.ndarray) else name
             return
@@ -122,9 +120,9 @@ class Identities(MutableMapping[int, str]):
         names = self.of(indices)
         self._kinds[indices] = UNNAMED
         self._named -= len(indices)
-        if self.odd:
+        if self._odd:
             for index in indices.tolist():
-                self.odd.pop(index, None)
+                self._odd.pop(index, None)
         return names
 
     # ------------------------------------------------------------------ all of them

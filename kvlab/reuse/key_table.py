@@ -301,9 +301,10 @@ class KeyTable:
         return self.words[: self.end][self.parts[: self.end] & LAST_PART == part] & INDEX_MASK
 
     def run(self, found: array) -> bytes:
-        """Handles of a run of published blocks up to the first that is not at hand, where an older one under the same
-        key is not, the next younger. At hand: live, neither reserved by an open transaction nor spoiled by one that
-        broke off. O(run)."""
+        """The handles of a run of published blocks up to the first that is not at hand; the oldest of several that is.
+
+        At hand: live, and neither reserved by an open transaction nor spoiled by one that broke off. O(run).
+        """
         words, pool = np.frombuffer(found, np.int64), self.pool
         indices = words & INDEX_MASK
         good = (pool.generations().take(indices) == words >> GENERATION_SHIFT) & pool.keys.have(indices)
