@@ -121,9 +121,11 @@ class OnlyWhole(ThreadingBackend):
 
 def test_a_cluster_that_hands_over_whole_calls_gets_a_round_at_a_time(source, tmp_path, monkeypatch):
     monkeypatch.setattr(sweeping, "place", lambda on: parallel_config(backend=OnlyWhole()))
+    ran: list[object] = []
+    monkeypatch.setattr(sweeping, "one", lambda source, setting: ran.append(setting) or one(source, setting))
     begun = sweep(source, SETTINGS, tmp_path / "out", on="ray", jobs=2)
     first = [next(begun) for _ in range(2)]
-    assert len(finished(tmp_path / "out")) == 2  # the first round is safe before the next one begins
+    assert len(finished(tmp_path / "out")) == len(ran) == 2  # the first round is safe before the next one begins
     assert dict([*first, *begun]).keys() == set(SETTINGS) and len(finished(tmp_path / "out")) == len(SETTINGS)
 
 
